@@ -1,10 +1,12 @@
-"""Time from `join` to the first use of a machine, and of the hand-over of an adapter to all machines, where the network
-has so many Gbit/s. On CPU, as root, on one machine.
+"""Time from `join` to the first use of a machine, of the hand-over of an adapter to all machines, and of a training
+step with one and two replicas, where the network has so many Gbit/s. On CPU, as root, on one machine.
 
     python benchmarks/cluster.py [--gbit 10 1] [--machines 2] [--mib 126] [--rounds 5]
 
 Each machine is a network namespace of its own, and the server is another. Their links to a bridge are throttled by `tc`
-in both directions. The floor is the bytes that leave the server over its link's rate.
+in both directions. The floor of a hand-over is the bytes that leave the server over its link's rate. That of a step is
+half the time of one replica, and the gradient's bytes over the link's rate: of two machines, each sends half of it to
+be summed, and half of the sums.
 """
 
 import argparse
@@ -18,26 +20,45 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from api_schemas.training import AdamParams, Trainable
 from backends.cluster.client import Address, Cluster
 from backends.cluster.engines import RemoteEngines
+from backends.cluster.replicas import RemoteReplicas
 from backends.formats.model_files import fingerprint
-from backends.protocol import ADAPTER_FILE, ignore_loading
+from backends.protocol import ADAPTER_FILE, EncodedBatch, ignore_loading
 from backends.sampler.client import EngineClient
 from backends.sampler.commands import Receive
 from backends.sampler.pool import SamplerPool
 from backends.sampler.received import read_files
-from tests.models import make_tiny_vl
+from backends.trainer.client import TrainerClient
+from tests.factories import cross_entropy, datum, make_renderer, prompt, words
+from tests.models import make_tiny_of, make_tiny_vl
+from tests.replicas import until_on
 from tests.sampling import sampler_config
 from tests.servers import MODEL
+from tests.trainers import config
 
 BRIDGE = "tinkerbench"
 PORT = 8100
 BURST_BYTES = 8 << 20
 """Bytes that pass a link at once: at 10 Gbit/s, those of the time between two interrupts of the clock."""
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+RANK = 128
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 
 
 def namespace(number: int) -> str:
@@ -66,6 +87,7 @@ def network(num: int, gbit: float) -> Iterator[None]:
             made.callback(ip, "netns", "del", namespace(number))
             outer = f"{BRIDGE[:10]}-{number}"
             ip("link", "add", "name", outer, "type", "veth", "peer", "name", "eth0", "netns", namespace(number))
+            made.callback(ip, "link", "del", outer)  # with its namespace alone it would be gone only later
             ip("link", "set", outer, "master", BRIDGE, "up")
             ip("addr", "add", f"{address(number)}/24", "dev", "eth0", inside=number)
             for device in ("lo", "eth0"):
@@ -149,6 +171,50 @@ async def hand_over(engines: list[EngineClient], arguments: argparse.Namespace, 
     print(f"    the floor                              {floor_s:8.2f} s: {median_s / floor_s:.2f} times as long")
 
 
+async def train(arguments: argparse.Namespace, directory: Path) -> None:
+    """Steps of one replica, and of two whose gradients travel in float32 and in bfloat16. In the server's namespace."""
+    model = make_tiny_of("qwen3", directory / "wide", **WIDE)
+    batch = cross_entropy([datum(prompt(words(64, seed)), make_renderer(model), seed) for seed in range(8)])
+    one_s = 0.0
+    spec = replace(config(model), name=MODEL, fingerprint=fingerprint(model), max_lora_rank=RANK)
+    for across in DTYPES:
+        spec = replace(spec, across_dtype=across)
+        trainer = TrainerClient(spec)
+        replicas = RemoteReplicas(address(0), {MODEL: (spec, trainer)}, RemoteEngines({}))
+        cluster = Cluster(Address(address(0), PORT), directory / "token", [replicas], {MODEL: str(model)})
+        async with contextlib.AsyncExitStack() as running:
+            running.push_async_callback(trainer.stop)
+            await trainer.start()
+            await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+            if not one_s:
+                one_s = await step_s(trainer, batch, arguments.rounds)
+                print(f"  a step of one replica                    {one_s:8.2f} s")
+            running.push_async_callback(cluster.stop)
+            await cluster.start(ignore_loading)
+            machine = await Machine.start(1, directory)
+            running.push_async_callback(machine.stop)
+            await until_on(trainer, "here", "1")
+            await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+            two_s = await step_s(trainer, batch, arguments.rounds)
+            await trainer.save("m", directory / across, "state")
+        count = sum(one.numel() for one in load_file(directory / across / ADAPTER_FILE).values())
+        size = count * getattr(torch, across).itemsize
+        floor_s = one_s / 2 + 8 * size / (arguments.gbit[0] * 1e9)
+        print(f"  a step of two, {size >> 20} MiB in {across:8s}         {two_s:8.2f} s")
+        print(f"    the floor                              {floor_s:8.2f} s: {two_s / floor_s:.2f} times as long")
+
+
+async def step_s(trainer: TrainerClient, batch: EncodedBatch, rounds: int) -> float:
+    """Return the median time of a forward_backward and its optim_step, after a first one."""
+    times = []
+    for _ in range(rounds + 1):
+        began_s = time.perf_counter()
+        await trainer.forward_backward("m", batch, backward=True)
+        await trainer.optim_step("m", AdamParams())
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times[1:])
+
+
 async def _send(engine: EngineClient, weights: Path) -> None:
     child = await engine.running()
     await child.call(Receive(weights, await asyncio.to_thread(read_files, weights)))
@@ -165,6 +231,7 @@ def main() -> None:
     if arguments.inside:
         with tempfile.TemporaryDirectory(prefix="tinker-cluster-") as directory:
             asyncio.run(measure(arguments, Path(directory)))
+            asyncio.run(train(arguments, Path(directory)))
         return
     for gbit in arguments.gbit:
         print(f"{gbit:g} Gbit/s", flush=True)

@@ -103,16 +103,15 @@ NOTES = """
   tile of the whole image, between `<img>` and `</img>`. On CUDA its engine has run.
 - **SmolVLM** divides images into tiles too, with their positions as text and with `<fake_token_around_image>`. The
   first SmolVLM (`Idefics3ForConditionalGeneration`) is served like SmolVLM2, by the same class of the engine; the tests
-  only compare its trainer with transformers. SmolVLM's engine has not run on CUDA yet.
+  only compare its trainer with transformers.
 - **Gemma 3 with images.** The tokens of one image see each other in both directions, in layers with a window too. All
   other tokens see only earlier ones. In vLLM 0.32 the CPU's attention has no such images, and a step may end within
   one. The server corrects both ([upstream](upstream/index.md)), and checks every load of an adapter behind an image.
   An image has 896 x 896 pixels whatever its shape, and 256 features between `<start_of_image>` and `<end_of_image>`,
   with two newlines on each side. A newline of the text beside it stays a token of its own, also in conversations; the
   model's own processor would join the newlines. The engine needs the names of the published files: transformers 5
-  shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: CUDA, where its trainer
-  has run and its engine has not, pan-and-scan (`do_pan_and_scan`), a window shorter than an image, `--train-vision`,
-  `--full` and `--tensor-parallel`.
+  shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: pan-and-scan
+  (`do_pan_and_scan`), a window shorter than an image, `--train-vision`, `--full` and `--tensor-parallel`.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
   vendor's parts.
 - **Nemotron-H, Nemotron-3-Nano** (`NemotronHForCausalLM`). Each layer is Mamba2, attention without rotation, an MLP or
@@ -121,9 +120,8 @@ NOTES = """
   steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM.
   Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
   (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`,
-  `--tensor-parallel` and `--base-copies 1`. No published file has been loaded yet, and its engine has not run on a
-  GPU. vLLM on a CPU computes it in float32 too. If files have A_log in float32 and the server computes in bfloat16, the
-  trainer rounds it and vLLM does not.
+  `--tensor-parallel` and `--base-copies 1`. No published file has been loaded yet. vLLM on a CPU computes it in float32
+  too. If files have A_log in float32 and the server computes in bfloat16, the trainer rounds it and vLLM does not.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
@@ -132,8 +130,13 @@ NOTES = """
   (Qwen3-VL, Qwen3-VL MoE, Qwen2.5-VL), 0.010 and 0.032 with all weights trained.
 - **On an H100 in bfloat16** (26 November 2026, tiny models), trainer and the same on a CPU in float32 differed by 0.015
   and 0.11 (Mistral), 0.008 and 0.03 (Gemma 3), 0.013 and 0.04 (Gemma 3 with images), 0.010 and 0.08 (gpt-oss), 0.014
-  and 0.10 (Nemotron-H), 0.015 and 0.06 nats (Qwen3.5). Engine and trainer with one copy of the base in fp8: 0.011 and
-  0.056 (Qwen3-VL), 0.004 and 0.015 (Qwen3-VL MoE).
+  and 0.10 (Nemotron-H), 0.015 and 0.06 nats (Qwen3.5), 0.022 and 0.11 (DeepSeek-V3), 0.016 and 0.13 (Qwen3-Next).
+  Engine and trainer with one copy of the base in fp8: 0.011 and 0.056 (Qwen3-VL), 0.004 and 0.015 (Qwen3-VL MoE).
+- **On H200s and H100s in bfloat16** (26 November 2026, tiny models with adapters), engine and trainer differed by 0.008
+  and 0.044 (Mistral), 0.009 and 0.037 (Gemma 3), 0.008 and 0.028 (Gemma 3 with images), 0.007 and 0.030 (Qwen2 MoE),
+  0.010 and 0.091 (gpt-oss), 0.013 and 0.120 (DeepSeek-V3), 0.013 and 0.089 (Nemotron-H), 0.015 and 0.061 (Qwen3.5),
+  0.009 and 0.042 (Granite), 0.012 and 0.048 (Qwen2.5-VL), 0.007 and 0.025 (InternVL), 0.007 and 0.021 nats (SmolVLM2);
+  Nemotron-3 by 0.020, and by 1.6 at most where rounding sent a token to another expert.
 - **Qwen3-VL-30B-A3B** was tested on an H200 as a random model with 12 of its 48 layers: it trains, samples and
   recovers. Engine and trainer differ by 0.037 nats on average and by 0.50 at most, since rounding alone sends a fifth
   of its tokens to other experts. With `--replay-routing` they differ by 0.008 and 0.083 (docs/performance.md).
@@ -144,7 +147,7 @@ NOTES = """
 - **Context parallelism.** `--context-parallel N` serves every kind whose tokens see only earlier tokens, or a window of
   these, or their own image, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral,
   Gemma 2, gpt-oss, DeepSeek-V3, Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3.
-  No GPU has run it yet.
+  On two H200s, a tiny Qwen3-VL was as near float32 as on one.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
   Nemotron. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
   of any other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is
@@ -165,8 +168,7 @@ NOTES = """
   Sinks, routers and all biases are frozen. Each expert's gate, up and down have their own adapters, saved as `w1`, `w3`
   and `w2`. vLLM itself expects one adapter of gate and up together for this kind, so merge the weights for use in other
   programs. Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM
-  would write them in another format than the model's template, and would download this format. Its engine has not run
-  on CUDA yet.
+  would write them in another format than the model's template, and would download this format.
 - **DeepSeek-V3** has latent attention (MLA), and a sigmoid router with groups. All linears of the attention and the
   shared experts are trained; the latents' norms, the routers and what corrects their scores are frozen. The engine
   computes whole keys and values, as the trainer does. vLLM's own form multiplies `kv_b_proj` into other matrices at

@@ -67,11 +67,35 @@ class Running:
         self.num_steps += 1
         return await train(self.client, 3 * self.num_steps - 2)
 
+    def stop_rank(self) -> None:
+        """Let the other machine's rank answer no more."""
+        [rank] = [child.process.pid for child in self.ranks if child.name.endswith(" on a")]
+        psutil.Process(rank).send_signal(signal.SIGSTOP)
+
+    async def train_through_a_snapshot(self, machine: Machine) -> list[bytes]:
+        """A step, in which a snapshot begins while the machine's rank does not answer; then the machine is killed."""
+        trainer, begun = self.backend.trainer, asyncio.Event()
+        real = trainer.snapshot
+
+        async def snapshot(model_id: str, directory: Path) -> Awaitable[None]:
+            if not begun.is_set():
+                self.stop_rank()
+            begun.set()
+            return await real(model_id, directory)
+
+        trainer.snapshot = snapshot  # type: ignore[method-assign]
+        present(self.client.services.scheduler.actor(self.client.model_id)).model.log.must_end = True
+        training = asyncio.create_task(self.train())
+        async with asyncio.timeout(60):
+            await begun.wait()
+        await asyncio.sleep(0.2)
+        kill(machine.process.pid)
+        return await training
+
     async def while_stopped(self, machine: Machine, ask: Callable[[], Awaitable[str]]) -> tuple[str, set[str]]:
         """Have an operation begin while a rank on the machine does not answer, then kill the machine; return the
         operation's id, and what the model waits for until there is a result."""
-        [rank] = [child.process.pid for child in self.ranks if child.name.endswith(" on a")]
-        psutil.Process(rank).send_signal(signal.SIGSTOP)
+        self.stop_rank()
         before = present(self.backend.trainer.state(self.client.model_id)).latest_work
         request_id = await ask()
         await until(lambda: present(self.backend.trainer.state(self.client.model_id)).latest_work > before)
@@ -146,7 +170,10 @@ async def test_machines_that_join_train_and_nothing_is_lost_with_them(
         async with joined(running.cluster, "a", tiny_vl) as machine:
             await running.until_on("here", "a")
             assert_near(await running.train(), wanted[3])
-            assert_near(await running.train(), wanted[4])
+            assert_near(await running.train_through_a_snapshot(machine), wanted[4])
+            assert running.machines == ["here"]
+        async with joined(running.cluster, "a", tiny_vl) as machine:
+            await running.until_on("here", "a")
             assert_near(await running.train(), wanted[5])
 
             request_id, _ = await running.while_stopped(machine, lambda: client.save(1 + 3 * STEPS, "saved"))
