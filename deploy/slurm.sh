@@ -23,7 +23,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$TINKER_SERVER_DATA_DIR/ray-toke
 mkdir -p "$TINKER_SERVER_DATA_DIR"
 [ -s "$RAY_AUTH_TOKEN_PATH" ] || python -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH"
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # `| head` could end what writes to it, and so the job
 export RAY_ADDRESS="$(getent ahostsv4 "$head" | awk 'NR == 1 { print $1 }'):6379"
 # Ray's command starts Ray on every node, the server on the first alone, and ends Ray when the server has ended.
 srun --kill-on-bad-exit=1 ray symmetric-run --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
