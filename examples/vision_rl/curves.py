@@ -1,6 +1,7 @@
 """Curves of one task over its runs: python curves.py OUT NAME=RUN_DIR [NAME=RUN_DIR ...]
 
-Writes OUT.csv (run, step, reward, validation reward, KL from sampler to trainer, seconds) and OUT.png.
+Writes OUT.csv (run, step, reward, validation reward, turns of an episode, KL from sampler to trainer, seconds) and
+OUT.png, with the turns too if they changed.
 """
 
 import csv
@@ -18,6 +19,7 @@ from matplotlib import pyplot as plt
 COLUMNS = {
     "reward": "env/all/reward/total",
     "validation": "test/env/all/reward/total",
+    "turns": "env/all/turns_per_episode",
     "kl_sample_train": "optim/kl_sample_train_v1",
     "step_s": "time/total",
 }
@@ -47,6 +49,8 @@ def main(out: str, runs: dict[str, Path]) -> None:
     rows = [row for run, directory in runs.items() for row in read(run, directory / "rl" / "metrics.jsonl", COLUMNS)]
     write_table(out, rows, COLUMNS)
     figure, axes = plt.subplots(figsize=(7, 4))
+    has_turns = len({row["turns"] for row in rows if "turns" in row}) > 1
+    of_turns = axes.twinx() if has_turns else None
     for number, run in enumerate(runs):
         for name, style in (("reward", "-"), ("validation", "o")):
             points = [(row["step"], row[name]) for row in rows if row["run"] == run and name in row]
@@ -54,6 +58,10 @@ def main(out: str, runs: dict[str, Path]) -> None:
                 continue
             label = f"{run}, training" if name == "reward" else f"{run}, validation"
             axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label, alpha=0.8)
+        if of_turns is not None:
+            turns = [(row["step"], row["turns"]) for row in rows if row["run"] == run and "turns" in row]
+            of_turns.plot(*zip(*turns, strict=True), ":", color=f"C{number}", alpha=0.8)
+            of_turns.set(ylabel="turns of an episode (dotted)", ylim=(0, None))
     axes.set(xlabel="step", ylabel="mean reward of an episode", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -80,7 +80,7 @@ TASKS = {
         rl_rate=3e-4,
         batch_size=16,
     ),
-    "geometry": Task(no_env, geometry.warm_start, 48, warm_steps=50, rl_steps=60, warm_rate=3e-3, rl_rate=5e-4),
+    "geometry": Task(no_env, geometry.warm_start, 48, warm_steps=300, rl_steps=40, warm_rate=3e-3, rl_rate=5e-4),
 }
 
 
