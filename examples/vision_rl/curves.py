@@ -64,7 +64,7 @@ def main(out: str, runs: dict[str, Path]) -> None:
             of_turns.set(ylabel="turns of an episode (dotted)", ylim=(0, None))
     axes.set(xlabel="step", ylabel="mean reward of an episode", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right" if has_turns else "best")
     figure.tight_layout()
     figure.savefig(f"{out}.png", dpi=110)
 
