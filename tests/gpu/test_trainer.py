@@ -111,7 +111,7 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, s
         [datum(MIXED["three images of different sizes"], renderer, 3)],
         [datum(prompt(words(3000, 4), image(640, 480, 5), words(3001, 6)), renderer, 4)],
     ]
-    weights = []
+    weights: list[dict[str, torch.Tensor]] = []
     for number, num_ranks in dict.fromkeys([("float32", 1), (dtype, 1), (dtype, 2)]):
         mesh = Mesh(shard=num_ranks) if memory is None else Mesh(replicate=num_ranks)
         settings = dataclasses.replace(
