@@ -147,7 +147,7 @@ NOTES = """
 - **Context parallelism.** `--context-parallel N` serves every kind whose tokens see only earlier tokens, or a window of
   these, or their own image, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral,
   Gemma 2, gpt-oss, DeepSeek-V3, Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3.
-  On two H200s, a tiny Qwen3-VL was as near float32 as on one.
+  On two H100s in bfloat16, a tiny Qwen3-VL was as near float32 as on one.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
   Nemotron. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
   of any other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is
