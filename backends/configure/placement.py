@@ -167,19 +167,16 @@ class _Search:
         """Return the plan with as many ranks as there are GPUs for each model, where the settings leave that open; half
         of them if trainer and engines are apart. More ranks need no more of a GPU than fewer."""
         config = self._config
-        if self._device == "cpu" or any(
-            (config.ranks, config.trainer_gpus, config.sampler_gpus, config.base_precision)
-        ):
+        if self._device == "cpu" or any((_set_ranks(config), config.sampler_gpus, config.base_precision)):
             return plan
         layout = next(iter(plan.layouts.values()))
         tensor_parallel, is_apart = len(layout.engines[0]), not {*layout.trainer} & {*layout.engines[0]}
-        most = len(self._totals) // len(self._sizes) // (2 if is_apart else 1)
-        for ranks in range(most, len(layout.trainer), -1):
-            if ranks % config.context_parallel == 0:
-                layouts = self._layouts(ranks, tensor_parallel, replicates=layout.replicates, is_apart=is_apart)
-                wider = self._with_engines(plan.demands, layouts)
-                if wider.missing_bytes <= 0:
-                    return wider
+        most, step = len(self._totals) // len(self._sizes) // (2 if is_apart else 1), config.context_parallel
+        for ranks in range(most - most % step, len(layout.trainer), -step):
+            layouts = self._layouts(ranks, tensor_parallel, replicates=layout.replicates, is_apart=is_apart)
+            wider = self._with_engines(plan.demands, layouts)
+            if wider.missing_bytes <= 0:
+                return wider
         return plan
 
     def enlarged(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
@@ -301,7 +298,7 @@ class _Search:
             return plan
         free: set[int] = set()
         if not self._config.trainer_gpus:
-            free = set(range(len(self._totals))).difference(*(one.trainer for one in most.values()))
+            free = set(self._trainer_gpus).difference(*(one.trainer for one in most.values()))
         for name, one in most.items():
             for engine in one.engines[1:]:
                 if not set(engine) <= set(self._sampler_gpus or {*one.trainer, *free}):

@@ -50,7 +50,9 @@ def main(out: str, runs: dict[str, Path]) -> None:
     write_table(out, rows, COLUMNS)
     figure, axes = plt.subplots(figsize=(7, 4))
     has_turns = len({row["turns"] for row in rows if "turns" in row}) > 1
-    of_turns = axes.twinx() if has_turns else None
+    if has_turns:
+        of_turns = axes.twinx()
+        of_turns.set(ylabel="turns of an episode (dotted)")
     for number, run in enumerate(runs):
         for name, style in (("reward", "-"), ("validation", "o")):
             points = [(row["step"], row[name]) for row in rows if row["run"] == run and name in row]
@@ -58,10 +60,10 @@ def main(out: str, runs: dict[str, Path]) -> None:
                 continue
             label = f"{run}, training" if name == "reward" else f"{run}, validation"
             axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label, alpha=0.8)
-        if of_turns is not None:
+        if has_turns:
             turns = [(row["step"], row["turns"]) for row in rows if row["run"] == run and "turns" in row]
             of_turns.plot(*zip(*turns, strict=True), ":", color=f"C{number}", alpha=0.8)
-            of_turns.set(ylabel="turns of an episode (dotted)", ylim=(0, None))
+            of_turns.set_ylim(0)
     axes.set(xlabel="step", ylabel="mean reward of an episode", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right" if has_turns else "best")
