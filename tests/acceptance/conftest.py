@@ -77,6 +77,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "tests/acceptance" in report.nodeid and (report.when == "call" or not report.passed) and not report.passed:
         NOT_PASSED[report.nodeid] = report.outcome
     elif report.when == "call" and "tests/acceptance" in report.nodeid:
+        NOT_PASSED.pop(report.nodeid, None)  # it had been tried before
         ROWS.setdefault(report.nodeid, Row(report.nodeid.rpartition("::")[2], 0, report.duration, ""))
 
 

@@ -65,6 +65,10 @@ class Cookbook:
             "WANDB_MODE": "disabled",
         }
 
+    def new_folder(self, name: str) -> Path:
+        """Path for a run's files at which nothing is yet, also when a test is tried again."""
+        return self.folder / "runs" / name / str(time.time_ns())
+
     def run(self, recipe: str, *arguments: str, log_dir: Path | None = None, said: str = "") -> Run:
         """`python -m tinker_cookbook.recipes.RECIPE ...` with an input; fails with the end of its output."""
         command = [PYTHON, "-m", f"tinker_cookbook.recipes.{recipe}", *arguments]
@@ -76,7 +80,7 @@ class Cookbook:
 
     def train(self, recipe: str, *arguments: str) -> Run:
         """A recipe with a log_path, which it finds empty."""
-        log_dir = self.folder / "runs" / recipe / str(time.time_ns())
+        log_dir = self.new_folder(recipe)
         return self.run(recipe, f"log_path={log_dir}", *arguments, log_dir=log_dir)
 
     def call(self, command: list[Any], said: str = "") -> tuple[str, float]:

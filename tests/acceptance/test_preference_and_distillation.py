@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 
@@ -28,10 +29,11 @@ def test_shorter(cookbook: Cookbook, shows) -> None:
 
 
 def test_rlhf_pipeline(cookbook: Cookbook, shows) -> None:
-    root = cookbook.folder / "runs" / "rlhf-acceptance"
+    name = str(time.time_ns())
+    root = cookbook.folder / "runs" / f"rlhf-{name}"
     sizes = ("batch_size=8", "max_steps=2", "rl_max_tokens=8", "rl_group_size=2", "eval_every=0")
-    run = cookbook.run("preference.rlhf.rlhf_pipeline", "short_name=acceptance", *sizes)
-    stages = {name: Run(root / name, 0, "") for name in ("sft", "rm", "rl")}
+    run = cookbook.run("preference.rlhf.rlhf_pipeline", f"short_name={name}", *sizes)
+    stages = {stage: Run(root / stage, 0, "") for stage in ("sft", "rm", "rl")}
     cookbook.steps = sum(len(stage.metrics) for stage in stages.values())
     assert all(stage.checkpoints[-1]["name"] == "final" for stage in stages.values()), run.output[-2000:]
     begun = json.loads((root / "rl" / "config.json").read_text())["load_checkpoint_path"]
@@ -75,7 +77,7 @@ def test_sdft(cookbook: Cookbook, shows, reverse: bool) -> None:
 
 def test_continual_learning(cookbook: Cookbook, shows) -> None:
     """Two stages, each by SFT and by self-distillation with top-k targets; the second goes on from the first."""
-    root = cookbook.folder / "runs" / "continual"
+    root = cookbook.new_folder("continual")
     model = ("model_name=Qwen/Qwen3.5-4B", "data_dir=self-distillation", f"log_root={root}", "lora_rank=8")
     sizes = ("batch_size=8", "max_tokens=64", "methods=sft,sdft_topk", "learning_rates=1e-3")
     cookbook.run("sdft.run_continual_learning", *model, *sizes)

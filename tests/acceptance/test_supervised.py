@@ -1,7 +1,6 @@
 """Supervised recipes: chat, loops, resuming after a killed client, prompt distillation."""
 
 import json
-import time
 
 import pytest
 
@@ -36,7 +35,7 @@ def test_sl_basic(cookbook: Cookbook, shows) -> None:
 
 def test_chat_sl_goes_on_after_its_client_was_killed(cookbook: Cookbook, shows) -> None:
     common = ("batch_size=16", "save_every=2", "rolling_save_every=1", "rolling_ttl_seconds=3600", "eval_every=0")
-    log_dir = cookbook.folder / "runs" / "chat_sl" / str(time.time_ns())
+    log_dir = cookbook.new_folder("chat_sl")
     cookbook.killed("chat_sl.train", DELETE, *common, "max_steps=5", log_dir=log_dir, after_step=2)
     resume = ("behavior_if_log_dir_exists=resume", f"log_path={log_dir}", *common, "max_steps=5")
     run = cookbook.run("chat_sl.train", *resume, log_dir=log_dir)
@@ -48,7 +47,7 @@ def test_chat_sl_goes_on_after_its_client_was_killed(cookbook: Cookbook, shows) 
 
 
 def test_a_sweep_of_chat_sl_recommends_the_better_rate(cookbook: Cookbook, shows) -> None:
-    sweep_dir = cookbook.folder / "runs" / "sweep"
+    sweep_dir = cookbook.new_folder("sweep")
     base = ("recipe=sft", "base.batch_size=16", "base.eval_every=0", "base.max_length=512")
     axes = ("learning_rates=[1e-6,3e-3]", "lora_ranks=[8]", "training_budget_examples=48", "max_parallel=2")
     cookbook.run("chat_sl.sweep", f"sweep_dir={sweep_dir}", *base, *axes)

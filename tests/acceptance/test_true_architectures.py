@@ -58,7 +58,7 @@ def true_cookbook(server_of_true_models: Cookbook) -> Cookbook:
 )
 def test_vlm_classifier_at_its_defaults(true_cookbook: Cookbook, shows, arguments: list[str]) -> None:
     """Random weights learn no more than how an answer looks."""
-    directory = true_cookbook.folder / "runs" / str(len(arguments))
+    directory = true_cookbook.new_folder("vlm")
     true_cookbook.run("vlm_classifier.train", f"experiment_dir={directory}", "dataset=caltech101", *arguments)
     (log_dir,) = (path.parent for path in directory.rglob("metrics.jsonl"))
     run = true_cookbook.run(

@@ -29,7 +29,7 @@ class Training:
 )
 def test_vlm_classifier(cookbook: Cookbook, shows, pytestconfig: pytest.Config, training: Training) -> None:
     whole = pytestconfig.getoption("caltech101") is not None
-    directory = cookbook.folder / "runs" / f"vlm-{training.num_epochs}"
+    directory = cookbook.new_folder("vlm")
     every = ("eval_every=9", "save_every=10", "n_eval=128")
     sizes = ("batch_size=30", "learning_rate=3e-3", f"num_epochs={training.num_epochs}", *every)
     where = (f"experiment_dir={directory}", "behavior_if_log_dir_exists=delete")
@@ -51,7 +51,8 @@ def test_vlm_classifier(cookbook: Cookbook, shows, pytestconfig: pytest.Config, 
 
 
 def test_a_sweep_of_examples_per_class_is_evaluated(cookbook: Cookbook, shows) -> None:
-    directory, results = cookbook.folder / "runs" / "vlm-sweep", cookbook.folder / "runs" / "vlm-sweep.json"
+    directory = cookbook.new_folder("vlm-sweep")
+    results = directory.with_suffix(".json")
     sizes = ("examples_per_class=[8,16]", "num_repeats=1", "learning_rate=3e-3", "num_parallel=2")
     cookbook.run("vlm_classifier.sweep", f"experiment_dir={directory}", *MODEL[1:], *sizes)
     where = (f"experiment_dir={directory}", f"output_file={results}", "n_eval=60", "max_parallel_evals=2")
