@@ -65,9 +65,9 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
-def uninterleaved(gate_up: Tensor) -> Tensor:
-    """Put gates before ups in the last dimension, where they alternate."""
-    return torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], -1)
+def uninterleaved(gate_up: Tensor, num_parts: int = 1) -> Tensor:
+    """Put gates before ups in the last dimension, where they alternate, in each of so many equal parts of it."""
+    return gate_up.unflatten(-1, (num_parts, -1, 2)).mT.flatten(-3)
 
 
 def dequantised(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,9 +79,11 @@ def dequantised(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> 
     return numbers.flatten(-2).mT.to(dtype).contiguous()
 
 
-def in_common_layout(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the files' tensors by name, those of experts dequantised, and gates before ups. Raises ValueError if there
-    are none of experts, or if half of one is missing."""
+def in_common_layout(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, num_parts: int = 1
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the files' tensors by name, those of experts dequantised, and gates before ups in each of so many parts of
+    a matrix. Raises ValueError if there are none of experts, or if half of one is missing."""
     halves: dict[str, dict[str, Tensor]] = {}
     num_laid_out = 0
     for name, tensor in weights:
@@ -95,7 +97,7 @@ def in_common_layout(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) 
             del halves[matrix]
             whole = dequantised(found[BLOCKS], found[SCALES], dtype)
         if ".experts.gate_up_proj" in matrix:
-            whole, num_laid_out = uninterleaved(whole), num_laid_out + 1
+            whole, num_laid_out = uninterleaved(whole, num_parts), num_laid_out + 1
         yield matrix, whole
     if halves or not num_laid_out:
         raise ValueError(f"tensors of experts are missing, or their other half in MXFP4: {', '.join(sorted(halves))}")

@@ -8,6 +8,7 @@ in MXFP4 are dequantised as they are read, for the trainer's base is too.
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
@@ -28,7 +29,8 @@ def _with_common_layout(make: Callable[..., MoERunner]) -> Callable[..., MoERunn
 def _reading_common_layout(read: Callable[..., set[str]]) -> Callable[..., set[str]]:
     def load_weights(self: GptOssForCausalLM, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         vars(self.config).pop("quantization_config", None)  # set to None by `engine.py`; vLLM asks if it is there
-        return read(self, in_common_layout(weights, self.vllm_config.model_config.dtype))
+        num_ranks = get_tensor_model_parallel_world_size()  # each takes a part of the files' outputs
+        return read(self, in_common_layout(weights, self.vllm_config.model_config.dtype, num_ranks))
 
     return load_weights
 

@@ -10,6 +10,8 @@
    names them, 48 layers have 37,000 tensors, which vLLM reads, names and copies together one by one. It takes stacks
    only where all experts share one adapter. Here each expert has its own; files expert by expert load as before.
 6. A slot is compared with the adapter's files when it has been filled (`slot_check.py`).
+7. Of a linear that vLLM makes of one part alone (Qwen3-Next's linear attention), each of several ranks gets two
+   pieces of B, as if gate stood above up.
 
 N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
 """
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
-from vllm.lora.layers import FusedMoEWithLoRA
+from vllm.lora.layers import ColumnParallelLinearWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
@@ -52,6 +54,9 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
     def _create_lora_modules(self) -> None:
         self.packed_modules_mapping = {"qkv": ["qkv"], **self.packed_modules_mapping}
         super()._create_lora_modules()
+        for module in self.modules.values():
+            if isinstance(module, ColumnParallelLinearWithLoRA):
+                module.is_merged_col_linear &= len(getattr(module.base_layer, "output_sizes", ())) > 1
 
     def _get_punica_wrapper(self, module_name: str) -> object:
         found = super()._get_punica_wrapper(module_name)

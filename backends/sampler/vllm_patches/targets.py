@@ -74,6 +74,14 @@ WRAPPED_MODULES = Patch(
     "tower-qkv.md",
     how="overridden",
 )
+PIECES_OF_RANKS = Patch(
+    "one-part-linears",
+    "vllm.lora.layers.column_parallel_linear:ColumnParallelLinearWithLoRA.slice_lora_b",
+    "623e4320ea6d834b2f9631d37098104797930c63629708ca6349fe1ca7318c2b",
+    "Of a merged linear with one part (Qwen3-Next's) a rank gets two pieces of B, as if it had two parts.",
+    "one-part-linears.md",
+    how="relied on",
+)
 HEAD_BESIDE_DECODER = Patch(
     "head-beside-decoder",
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper",
