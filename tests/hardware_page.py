@@ -119,10 +119,7 @@ def _cookbook_cells(name: str) -> list[str]:
         reason += "".join(f", {name}" for name in weights[:1]) + (" and others" if weights[1:] else "")
         return ["", *("-" for _ in LARGE_CARDS), reason]
     plans = [_cell(name, card) for card in LARGE_CARDS]
-    reason = ""
-    if not any(plan != "-" for plan in plans):
-        whole = ", since each engine needs all of it on one card" if size.tensor_parallels == (1,) else ""
-        reason = f"too large for eight cards{whole}"
+    reason = "" if any(plan != "-" for plan in plans) else "too large for eight cards"
     return [f"{size.numbers.base / 1e9:.1f}", *plans, reason]
 
 

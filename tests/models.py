@@ -437,7 +437,7 @@ def make_tiny_nemotron_h(directory: Path, *, moe: bool = True, seed: int = 0) ->
     return directory
 
 
-def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
+def make_tiny_gpt_oss(directory: Path, *, seed: int = 0, **sizes: object) -> Path:
     """A gpt-oss: a layer with a window, then one without, sinks as large as scores, and biases."""
     make_tiny_of(
         "gpt_oss",
@@ -458,6 +458,7 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
             "truncate": False,
             "original_max_position_embeddings": CONTEXT // 4,
         },
+        **sizes,
     )
     (path,) = directory.glob("*.safetensors")
     tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
@@ -713,3 +714,14 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
 }
 """A tiny one of every family that is served."""
+DIVIDED: dict[str, tuple[Callable[[Path], Path], int]] = {
+    "gpt-oss": (partial(make_tiny_gpt_oss, num_key_value_heads=2), 2),
+    "DeepSeek-V3": (make_tiny_deepseek_v3, 2),
+    "Qwen3-Next": (make_tiny_qwen3_next, 2),
+    "Qwen3-VL MoE": (partial(make_tiny_vl, moe=True), 2),
+    "Qwen3-VL MoE, heads of keys repeated": (partial(make_tiny_vl, moe=True, heads=(4, 2)), 4),
+    "Nemotron-3": (make_tiny_nemotron_h, 2),
+    "Gemma 3 with images": (make_tiny_gemma3, 2),
+    "Qwen3.5 MoE": (partial(make_tiny_qwen3_5, moe=True, linear_num_key_heads=2, linear_num_value_heads=4), 2),
+}
+"""Models that an engine's ranks divide, each in its own way, and the number of ranks."""

@@ -111,7 +111,7 @@ NOTES = """
   with two newlines on each side. A newline of the text beside it stays a token of its own, also in conversations; the
   model's own processor would join the newlines. The engine needs the names of the published files: transformers 5
   shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: pan-and-scan
-  (`do_pan_and_scan`), a window shorter than an image, `--train-vision`, `--full` and `--tensor-parallel`.
+  (`do_pan_and_scan`), a window shorter than an image, `--train-vision` and `--full`.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
   vendor's parts.
 - **Nemotron-H, Nemotron-3-Nano** (`NemotronHForCausalLM`). Each layer is Mamba2, attention without rotation, an MLP or
@@ -119,8 +119,8 @@ NOTES = """
   plain torch; layers of Mamba2 are not compiled, and the model is not part of CUDA graphs. transformers lengthens time
   steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM.
   Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
-  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`,
-  `--tensor-parallel` and `--base-copies 1`. No published file has been loaded yet. vLLM on a CPU computes it in float32
+  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`
+  and `--base-copies 1`. No published file has been loaded yet. vLLM on a CPU computes it in float32
   too. If files have A_log in float32 and the server computes in bfloat16, the trainer rounds it and vLLM does not.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.

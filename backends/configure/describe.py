@@ -40,6 +40,18 @@ SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
 log = logging.getLogger(__name__)
 _ADAPTER_NUMBER_BYTES = 4
+_DIVIDED = {
+    "num_attention_heads": "heads",
+    "intermediate_size": "inner numbers of an MLP",
+    "moe_intermediate_size": "inner numbers of an expert",
+    "shared_expert_intermediate_size": "inner numbers of a shared expert",
+    "moe_shared_expert_intermediate_size": "inner numbers of a shared expert",
+    "linear_num_key_heads": "heads of keys in linear attention",
+    "linear_num_value_heads": "heads of values in linear attention",
+    "mamba_num_heads": "heads of Mamba2",
+    "n_groups": "groups of Mamba2",
+}
+"""Counts in a config that the ranks of an engine divide."""
 _COMPUTING = ("torch", "transformers", "tinker-server")
 """Packages on which the numbers of training depend."""
 
@@ -108,7 +120,8 @@ def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> Model
     name = model.spec.name
     demand, layout = plan.demands[name], plan.layouts[name]
     on_cpu = plan.device == "cpu"
-    num_ranks = len(layout.trainer)
+    num_ranks, tensor_parallel = len(layout.trainer), len(layout.engines[0])
+    cache_on_cpu = model.size.kv_cache_bytes(demand.context, tensor_parallel, "cpu") if on_cpu else None
     if config.base_precision is not None and num_ranks > 1:
         raise BackendFailed(
             f"{model.spec.source}: base_precision {config.base_precision} (setting backend.base_precision) is not"
@@ -119,8 +132,8 @@ def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> Model
         max_context_length=demand.context,
         max_lora_rank=demand.lora_rank,
         adapter_slots=demand.adapter_slots,
-        tensor_parallel=len(layout.engines[0]),
-        kv_cache_bytes=config.kv_cache_bytes or (model.size.kv_cache_bytes(demand.context, "cpu") if on_cpu else None),
+        tensor_parallel=tensor_parallel,
+        kv_cache_bytes=config.kv_cache_bytes or cache_on_cpu,
         base_copies=1 if plan.holds(name) or (on_cpu and config.base_copies == 1) else 2,
         placement=placement(plan, name),
         mesh=replace(Mesh(num_ranks) if layout.replicates else Mesh(shard=num_ranks), context=demand.context_parallel),
@@ -248,6 +261,7 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
         vocab_size=text_config.vocab_size,
         layer_token_bytes=_layer_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         kv_token_bytes=kv_bytes_per_token(text_config, dtype),
+        key_heads=text_config.num_key_value_heads,
         state_bytes=state_bytes_per_sequence(text_config, dtype),
         image_token=image_token(config, BYTES_PER_NUMBER[dtype]),
         exchanged_token_bytes=_exchanged_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
@@ -323,20 +337,19 @@ def _check_tensor_parallel(renderer: Renderer, config: BackendConfig, source: st
 
 def _undivided(renderer: Renderer, config: BackendConfig, size: int) -> str | None:
     """Return the reason why an engine of so many ranks cannot have a model, or None."""
-    text_config = renderer.config.get_text_config()
-    num_heads, num_kv_heads = text_config.num_attention_heads, text_config.num_key_value_heads
     if size == 1:
         return None
-    if renderer.family.has_linear_attention:
-        return "adapters of linear attention are not compared with their files there"
-    if getattr(text_config, "num_experts_per_tok", 0):
-        return "vLLM 0.32 gives ranks wrong parts of a mixture's adapters where its experts are padded"
-    if renderer.family.sees_whole_images:
-        return "images whose tokens see each other are not compared with the trainer there"
     if config.full:
         return "with backend.full an engine takes whole models, which is not supported by ranks"
-    if num_heads % size or num_kv_heads % size:
-        return f"its {num_heads} heads with {num_kv_heads} of keys cannot be divided evenly"
+    text_config = renderer.config.get_text_config()
+    for field, what in _DIVIDED.items():
+        count = getattr(text_config, field, None) or 0
+        if count % size:
+            return f"its {count} {what} cannot be divided evenly"
+    key_heads = text_config.num_key_value_heads
+    can_repeat = size % key_heads == 0 and renderer.config.model_type != gpt_oss.MODEL_TYPE
+    if key_heads % size and not can_repeat:
+        return f"its key heads ({key_heads}) can be neither divided nor repeated evenly"
     return None
 
 

@@ -85,7 +85,8 @@ def _examined(model: FoundModel, *, is_planned: bool) -> ExaminedModel:
         takes_images=spec.takes_images,
         dtype=spec.dtype,
         weight_bytes=spec.weight_bytes,
-        kv_cache_bytes=spec.kv_cache_bytes or model.size.kv_cache_bytes(spec.max_context_length, spec.device),
+        kv_cache_bytes=spec.kv_cache_bytes
+        or model.size.kv_cache_bytes(spec.max_context_length, spec.tensor_parallel, spec.device),
         context=spec.max_context_length,
         max_lora_rank=spec.max_lora_rank,
         adapter_slots=spec.adapter_slots,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from backends.config import MemoryPart, Process
-from backends.families.coverage import ImageToken, Numbers
+from backends.families.coverage import ImageToken, LoraMatrices, Numbers
 from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.trainer.model.recompute import MARGIN
 from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
@@ -44,7 +44,11 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 """Linears of which the ranks of an engine divide the inputs; of the others, the outputs."""
 _SLICES = {"in_proj_qkv": 3, "in_proj": 5}
 """Linears that the engine takes as so many, each with its own A."""
-_WHOLE = "lm_head"
+_REPEATED = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Linears that each rank of an engine has whole."""
+_OF_KEYS = ("k_proj", "v_proj")
+_EXPERTS = "experts"
+_HEAD = "lm_head"
 """The engine's head has adapters for the whole vocabulary on every rank."""
 
 
@@ -62,6 +66,8 @@ class ModelSize:
     layer_token_bytes: float
     """Bytes that a decoder layer saves of a token for its backward, by estimate."""
     kv_token_bytes: int
+    key_heads: int = 8
+    """Heads of keys. If an engine has more ranks, some of these hold the same head."""
     state_bytes: int = 0
     """Bytes of a sequence's state in layers of linear attention."""
     image_token: ImageToken | None = None
@@ -121,12 +127,27 @@ class ModelSize:
         total = 0
         for one in self.numbers.matrices:
             inputs, outputs = _SLICES.get(one.name, 1) * one.inputs, one.outputs
-            if not one.in_tower and one.name in _ROW_PARALLEL:
-                inputs = -(-inputs // tensor_parallel)
-            elif not one.in_tower and one.name != _WHOLE:
-                outputs = -(-outputs // tensor_parallel)
+            pieces = self._pieces(one, tensor_parallel)
+            if one.name in _ROW_PARALLEL or (one.name == _EXPERTS and outputs == self.hidden):
+                inputs = -(-inputs // pieces)
+            elif one.name != _HEAD:
+                outputs = -(-outputs // pieces)
             total += one.count * (inputs + outputs)
         return total * rank * self.number_bytes
+
+    def rank_numbers(self, tensor_parallel: int) -> int:
+        """Return the numbers of the base in each of so many ranks of an engine. Each has the whole vision tower: images
+        are divided among them, not the tower."""
+        matrices = [(one, one.count * one.outputs * one.inputs) for one in self.numbers.matrices if not one.in_tower]
+        others = self.numbers.base - self.numbers.tower - sum(count for _, count in matrices)
+        of_matrices = sum(-(-count // self._pieces(one, tensor_parallel)) for one, count in matrices)
+        return self.numbers.tower + of_matrices - (-others // tensor_parallel)
+
+    def _pieces(self, matrices: LoraMatrices, tensor_parallel: int) -> int:
+        """Return the number of different pieces that so many ranks of an engine have of a matrix."""
+        if matrices.in_tower or matrices.name in _REPEATED:
+            return 1
+        return min(tensor_parallel, self.key_heads) if matrices.name in _OF_KEYS else tensor_parallel
 
     def activation_bytes(self, num_tokens: int, *, recomputes: bool) -> int:
         """Return what a microbatch takes with all layers recomputed, or with none, by estimate."""
@@ -134,10 +155,11 @@ class ModelSize:
         once = (2 if recomputes else 1) * self.layer_token_bytes + 20 * self.hidden
         return int(_LOGITS_BYTES + num_tokens * (self.num_layers * layers + once))
 
-    def kv_cache_bytes(self, context: int, device: str) -> int:
+    def kv_cache_bytes(self, context: int, tensor_parallel: int, device: str) -> int:
         """Return the least KV cache of an engine, of all its ranks together: a whole context, on the CPU two."""
         contexts = 2 if device == "cpu" else 1
-        return max(_LEAST_KV_CACHE[device], contexts * (context * self.kv_token_bytes + 16 * self.state_bytes))
+        token_bytes = self.kv_token_bytes * max(self.key_heads, tensor_parallel) // self.key_heads
+        return max(_LEAST_KV_CACHE[device], contexts * (context * token_bytes + 16 * self.state_bytes))
 
 
 @dataclass(frozen=True)
@@ -308,12 +330,11 @@ def buffer_widths(demand: Demand, device: str) -> list[int]:
 
 def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:
     """Return the least parts of each of so many ranks of an engine. All but its context are vLLM's own part of the
-    GPU. Each rank has the whole vision tower: images are divided among them, not the tower."""
-    tower = size.numbers.tower
-    parts = {"base": (tower + -(-(size.numbers.base - tower) // tensor_parallel)) * size.number_bytes}
+    GPU."""
+    parts = {"base": size.rank_numbers(tensor_parallel) * size.number_bytes}
     if not size.trains_all:
         parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
-    cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, device)
+    cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, tensor_parallel, device)
     parts["KV cache"] = -(-cache // tensor_parallel)
     if device == "cpu":
         # The only rank of an engine is in its host's process; several are processes beside it.

@@ -40,7 +40,7 @@ def check_kv_cache(renderer: Renderer, config: ModelSpec) -> None:
     """
     if config.kv_cache_bytes is None:
         return
-    token_bytes = kv_bytes_per_token(renderer.config.get_text_config(), config.dtype)
+    token_bytes = kv_bytes_per_token(renderer.config.get_text_config(), config.dtype, config.tensor_parallel)
     num_tokens = config.kv_cache_bytes // token_bytes
     if num_tokens < config.max_context_length:
         raise BackendFailed(

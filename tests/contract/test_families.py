@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
+from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_FILE
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
@@ -26,7 +27,12 @@ from backends.trainer.lora.linear import ALPHA
 from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
-from tests.models import FAMILIES, make_tiny_moe, make_tiny_smolvlm
+from tests.models import (
+    DIVIDED,
+    FAMILIES,
+    make_tiny_moe,
+    make_tiny_smolvlm,
+)
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
@@ -61,18 +67,26 @@ def renderer(source: Path):
 
 @pytest.fixture(scope="module")
 def data(renderer) -> list[Datum]:
+    return mixed_data(renderer)
+
+
+def mixed_data(renderer: Renderer) -> list[Datum]:
     inputs = MIXED if renderer.takes_images else TEXTS
     return [datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())]
 
 
-@pytest.fixture(scope="module")
-def rank(source: Path) -> TrainerRank:
+def trained(source: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> TrainerRank:
     """With trained adapters."""
-    rank = trainer(source)
+    rank = TrainerRank(replace(config(source), dtype=dtype), World(0, 1, torch.device("cpu")))
     for name, lora in ADAPTERS.items():
         rank.create_model(name, lora)
         perturb(rank, name)
     return rank
+
+
+@pytest.fixture(scope="module")
+def rank(source: Path) -> TrainerRank:
+    return trained(source)
 
 
 def transformers_model(source: Path, renderer):
@@ -201,9 +215,7 @@ def test_packed_samples_are_as_one_by_one(source, data) -> None:
 
 def on_ranks(world: World, source: Path) -> Stepped:
     """Outputs of two steps on mixed samples, and the adapter after them, of rank 0."""
-    renderer = make_renderer(source)
-    inputs = MIXED if renderer.takes_images else TEXTS
-    batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())])
+    batch = cross_entropy(mixed_data(make_renderer(source)))
     rank = TrainerRank(config(source, 60, num_ranks=world.size), world)
     rank.create_model("m", LORA)
     return two_steps(rank, "m", batch)
@@ -216,14 +228,24 @@ def test_two_ranks_are_as_one(source: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.flaky(reruns=1)  # in bfloat16 the engine's batch composition may send a token to another expert
-async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, renderer, data, tmp_path) -> None:
+async def test_the_sampler_scores_and_draws_as_the_trainer(source, tmp_path) -> None:
+    await check_sampler(source, tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.flaky(reruns=1)  # as above
+@pytest.mark.parametrize("kind", DIVIDED)
+async def test_a_sampler_of_several_ranks_scores_and_draws_as_the_trainer(kind: str, tmp_path: Path) -> None:
+    make, num_ranks = DIVIDED[kind]
+    await check_sampler(make(tmp_path / "model"), tmp_path, num_ranks)
+
+
+async def check_sampler(source: Path, tmp_path: Path, num_ranks: int) -> None:
     """Base and adapters at once, images too where the family takes them."""
+    renderer = make_renderer(source)
+    # In bfloat16 alone the engine has linear attention on the CPU.
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
-    if dtype == "bfloat16":  # in which alone the engine has linear attention on the CPU
-        rank = TrainerRank(replace(config(source), dtype=dtype), World(0, 1, torch.device("cpu")))
-        for name, lora in ADAPTERS.items():
-            rank.create_model(name, lora)
-            perturb(rank, name)
+    rank, data = trained(source, dtype), mixed_data(renderer)
     weights: dict[str | None, Path | None] = {None: None}
     for name in ADAPTERS:
         weights[name] = tmp_path / name
@@ -232,7 +254,8 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
     rank.save_sampler_weights("a", weights["d"], for_elsewhere=True)
     trained_as = {None: "fresh", "d": "a"}
     rank.create_model("fresh", LORA)  # adds nothing
-    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype), fork_sampler)
+    spec = replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype, tensor_parallel=num_ranks)
+    running = SamplerPool(spec, fork_sampler)
     await running.start()
     try:
         works = [(name, item) for item in data for name in weights]

@@ -36,16 +36,17 @@ def with_sampled(model_input: ModelInput, tokens: np.ndarray) -> ModelInput:
 
 
 @pytest.mark.parametrize(
-    ("make", "prompts"),
+    ("make", "num_ranks", "prompts"),
     [
-        (partial(make_tiny_vl, moe=True), [*MIXED.values()]),
-        (make_tiny_gpt_oss, [prompt(words(9, 9))]),
-        (make_tiny_deepseek_v3, [prompt(words(9, 9))]),
+        (partial(make_tiny_vl, moe=True), 1, [*MIXED.values()]),
+        (partial(make_tiny_vl, moe=True), 2, [*MIXED.values()]),
+        (make_tiny_gpt_oss, 1, [prompt(words(9, 9))]),
+        (make_tiny_deepseek_v3, 1, [prompt(words(9, 9))]),
     ],
-    ids=["Qwen3-VL MoE", "gpt-oss", "DeepSeek-V3"],
+    ids=["Qwen3-VL MoE", "Qwen3-VL MoE on two ranks", "gpt-oss", "DeepSeek-V3"],
 )
 async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later_messages(
-    make: Callable[[Path], Path], prompts: list[ModelInput], tmp_path: Path
+    make: Callable[[Path], Path], num_ranks: int, prompts: list[ModelInput], tmp_path: Path
 ) -> None:
     """In float32, where both choose the same experts: so the engine reports what the trainer would choose."""
     source, routing_dir = make(tmp_path / "model"), tmp_path / "routing"
@@ -54,7 +55,8 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
     rank.create_model("m", LORA)
     perturb(rank, "m")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
-    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), routing_dir=routing_dir), fork_sampler)
+    spec = replace(sampler_config(source, tmp_path / "scratch"), routing_dir=routing_dir, tensor_parallel=num_ranks)
+    running = SamplerPool(spec, fork_sampler)
     await running.start()
     drawn: list[tuple[ModelInput, np.ndarray, np.ndarray]] = []
 

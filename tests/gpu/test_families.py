@@ -20,7 +20,7 @@ from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
-from tests.models import FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
+from tests.models import DIVIDED, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config
 from tests.trainers import LORA, config, forward_backward, gradients, perturb, relative_distance, trainer
 
@@ -145,7 +145,19 @@ def test_neither_a_graph_nor_recomputing_changes_what_is_computed(kind, tmp_path
 
 @pytest.mark.parametrize("kind", SAMPLED)
 async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
-    source = FAMILIES[kind](tmp_path / "model")
+    await check_sampler(kind, FAMILIES[kind](tmp_path / "model"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+async def test_a_sampler_of_several_ranks_scores_as_the_trainer(kind, tmp_path):
+    make, num_ranks = DIVIDED[kind]
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    placement = dataclasses.replace(ON_CUDA["placement"], engines=(tuple(range(num_ranks)),))
+    await check_sampler(kind, make(tmp_path / "model"), tmp_path, tensor_parallel=num_ranks, placement=placement)
+
+
+async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) -> None:
     rank, renderer = on_cuda(source, "bfloat16"), make_renderer(source)
     data, weights = inputs(renderer), {}
     for number, name in enumerate(("a", "b")):
@@ -153,7 +165,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
         perturb(rank, name)
         weights[name] = tmp_path / name
         rank.save_sampler_weights(name, weights[name], for_elsewhere=False)
-    running = SamplerPool(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA))
+    running = SamplerPool(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **{**ON_CUDA, **others}))
     await running.start()
     try:
         asked = [(name, item) for item in data for name in weights]

@@ -41,8 +41,15 @@ def embedded(_: Path) -> Path:
         (make_tiny_text, 1, False),
         (make_tiny_nemotron_h, 1, False),
         (embedded, 2, True),
+        (partial(make_tiny_vl, moe=True), 2, False),
+        (partial(make_tiny_qwen3_5, moe=True, linear_num_key_heads=2, linear_num_value_heads=4), 2, False),
+        (make_tiny_deepseek_v3, 2, False),
+        (make_tiny_nemotron_h, 2, False),
     ],
-    ids=["qwen3-vl", "mixture", "qwen3.5", "deepseek-v3", "text", "nemotron", "two-ranks"],
+    ids=[
+        *("qwen3-vl", "mixture", "qwen3.5", "deepseek-v3", "text", "nemotron"),
+        *("embedded on two", "mixture on two", "qwen3.5 on two", "deepseek-v3 on two", "nemotron on two"),
+    ],
 )
 async def test_an_engines_parts_are_as_large_as_planned(
     make: Make, ranks: int, train_vision: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,5 +85,6 @@ async def test_an_engines_parts_are_as_large_as_planned(
         print(of_rank, planned)
         assert of_rank["base"] == pytest.approx(planned["base"], rel=0.05)
         assert of_rank["slots"] == pytest.approx(planned["adapter slots"], rel=0.05)
-        assert of_rank["token"] * ranks == found.size.kv_token_bytes
-        assert of_rank["state"] == pytest.approx(found.size.state_bytes, rel=0.05)
+        heads = max(ranks, found.size.key_heads)
+        assert of_rank["token"] * ranks == found.size.kv_token_bytes * heads // found.size.key_heads
+        assert of_rank["state"] * ranks == pytest.approx(found.size.state_bytes, rel=0.05)

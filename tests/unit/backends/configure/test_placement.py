@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,14 @@ from backends.configure.placement import make_plan, placement
 from backends.families.coverage import LoraMatrices, Numbers
 from backends.model_spec import Device, Mesh, Placement
 from backends.protocol import BackendFailed
-from tests.models import make_tiny_gpt_oss, make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_vl
+from tests.models import (
+    EXPERTS,
+    make_tiny_gpt_oss,
+    make_tiny_nemotron_h,
+    make_tiny_of,
+    make_tiny_qwen3_5,
+    make_tiny_vl,
+)
 from tests.specs import tiny_spec
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -299,11 +307,25 @@ def test_models_that_ranks_of_an_engine_would_compute_wrongly_are_refused_by_nam
     assert find("a", source, config, machine).spec.tensor_parallel == 2
     with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* not supported: with backend.full"):
         find("a", source, config.model_copy(update={"full": True}), machine)
-    with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* its 2 heads with 1 of keys cannot be divided"):
-        find("a", tiny_vl, config, machine)
-    experts = make_tiny_vl(tmp_path / "moe", moe=True)
-    with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* wrong parts of a mixture's adapters"):
-        find("a", experts, config, machine)
+    assert find("a", tiny_vl, config, machine).spec.tensor_parallel == 2, "its only head of keys is repeated"
+    with pytest.raises(BackendFailed, match=r"tensor_parallel 3 .* its 2 heads cannot be divided evenly"):
+        find("a", tiny_vl, config.model_copy(update={"tensor_parallel": 3}), machine)
+    shared = partial(
+        make_tiny_of, "qwen2_moe", mlp_only_layers=[0], **{**EXPERTS, "shared_expert_intermediate_size": 33}
+    )
+    for name, make, reason in (
+        (
+            "keys",
+            partial(make_tiny_vl, heads=(12, 3)),
+            "its key heads .3. can be neither divided nor repeated evenly",
+        ),
+        ("sinks", make_tiny_gpt_oss, "its key heads .1. can be neither divided nor repeated evenly"),
+        ("experts", partial(make_tiny_of, "mixtral", intermediate_size=97), "its 97 inner numbers of an MLP cannot be"),
+        ("linear", make_tiny_qwen3_5, "its 1 heads of keys in linear attention cannot be divided evenly"),
+        ("shared", shared, "its 33 inner numbers of a shared expert cannot be divided evenly"),
+    ):
+        with pytest.raises(BackendFailed, match=f"tensor_parallel 2 .* {reason}"):
+            find("a", make(tmp_path / name), config, machine)
 
 
 def test_slices_of_microbatches_are_refused_by_name_where_ranks_cannot_compute_them(
@@ -338,7 +360,7 @@ def test_mamba2_is_divided_by_heads_alone_and_refused_by_name_where_nothing_was_
     for settings, reason in (
         ({"context_parallel": 4}, r"context_parallel 4 .* its 2 heads cannot be divided evenly"),
         ({"context_parallel": 1, "base_copies": 1}, r"base_copies 1 .* has other numbers for Mamba2 than its files"),
-        ({"context_parallel": 1, "tensor_parallel": 2}, r"tensor_parallel 2 .* adapters of linear attention are not"),
+        ({"context_parallel": 1, "tensor_parallel": 4}, r"tensor_parallel 4 .* its 2 heads cannot be divided evenly"),
         ({"context_parallel": 1, "full": True}, r"supported neither of experts nor of linear attention: .*experts"),
     ):
         with pytest.raises(BackendFailed, match=reason):

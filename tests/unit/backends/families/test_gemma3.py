@@ -125,7 +125,6 @@ def test_a_config_with_which_the_engine_would_compute_other_numbers_is_refused(
     [
         ({"train_vision": True}, "LoRA on this kind of vision tower is not supported"),
         ({"full": True}, "training all weights .* of a model whose images' tokens see each other is not supported"),
-        ({"tensor_parallel": 2}, "images whose tokens see each other are not compared with the trainer there"),
     ],
 )
 def test_what_was_not_compared_is_refused_at_start(source: Path, settings: dict[str, Any], refusal: str) -> None:
