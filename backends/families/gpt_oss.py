@@ -67,7 +67,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def uninterleaved(gate_up: Tensor, num_parts: int = 1) -> Tensor:
     """Put gates before ups in the last dimension, where they alternate, in each of so many equal parts of it."""
-    return gate_up.unflatten(-1, (num_parts, -1, 2)).mT.flatten(-3)
+    by_part: Tensor = gate_up.unflatten(-1, (num_parts, -1, 2))
+    return by_part.mT.flatten(-3)
 
 
 def dequantised(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> Tensor:

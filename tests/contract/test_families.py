@@ -250,8 +250,8 @@ async def check_sampler(source: Path, tmp_path: Path, num_ranks: int) -> None:
     for name in ADAPTERS:
         weights[name] = tmp_path / name
         rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
-    weights["d"] = tmp_path / "a, for elsewhere"  # expert by expert
-    rank.save_sampler_weights("a", weights["d"], for_elsewhere=True)
+    weights["d"] = elsewhere = tmp_path / "a, for elsewhere"  # expert by expert
+    rank.save_sampler_weights("a", elsewhere, for_elsewhere=True)
     trained_as = {None: "fresh", "d": "a"}
     rank.create_model("fresh", LORA)  # adds nothing
     spec = replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype, tensor_parallel=num_ranks)
