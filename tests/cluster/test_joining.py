@@ -69,7 +69,7 @@ async def test_a_machine_comes_back_by_itself_when_the_head_is_started_again(clu
         await until(lambda: not is_alive(cluster, "a"))
         await until(lambda: is_alive(cluster, "a"))
         [again] = cluster.processes()
-        assert again.is_alive and again.pid != head.pid and again.restarts == head.restarts + 1
+        assert again.is_alive and again.pid != head.pid and again.restarts > head.restarts
 
 
 async def test_what_does_not_belong_is_refused_before_ray_starts(
