@@ -1,21 +1,20 @@
-"""AdamW as every model here uses it: its settings at each step, its state, and the test that a step was finite."""
+"""AdamW as every model here uses it: its state, and the trial of a step before it is taken."""
+
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from api_schemas.training import AdamParams
 from backends.protocol import InvalidInput
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of what Adam keeps of a tensor, beside the number of steps."""
-
-
-def set_adam(optimizer: torch.optim.AdamW, adam: AdamParams) -> None:
-    """Set the values that came with this optim_step."""
-    for group in optimizer.param_groups:
-        group.update(
-            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
-        )
+TRIED_AT_ONCE = 1 << 26
+"""Numbers of parameters of which a step is tried at once: with copies of all parameters and moments, training would
+take as much memory again."""
+Piece = tuple[nn.Parameter, slice]
+"""Some of a parameter's numbers."""
 
 
 def step_on_device(optimizer: torch.optim.AdamW, step: Tensor, parameter: Tensor) -> Tensor:
@@ -23,18 +22,72 @@ def step_on_device(optimizer: torch.optim.AdamW, step: Tensor, parameter: Tensor
     return step.clone().to(parameter.device if optimizer.defaults["fused"] else "cpu")
 
 
-def take_step(optimizer: torch.optim.AdamW) -> bool:
-    """Take a step. Return False if it cannot be taken, on the CPU for a step size beyond float32."""
+def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor) -> list[Tensor]:
+    """Clip the gradient, try the step, and make the moments of a first one, so that the step itself needs no memory.
+
+    Return sums [] of the bits that float32 parameters and moments will have. `norm` is the gradient's. Raises
+    InvalidInput if any of them would not be finite; parameters and moments are unchanged.
+    """
+    parameters = [one for one in optimizer.param_groups[0]["params"] if one.grad is not None]
+    if adam.grad_clip_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, adam.grad_clip_norm, norm)
+    optimizer.param_groups[0].update(
+        lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+    )
+    sums: list[Tensor] = []
+    for pieces in _pieces(parameters):
+        stepped = _stepped(optimizer, pieces)
+        if stepped is None or not all_finite(stepped):
+            raise _not_finite(adam, norm)
+        sums += [one.view(torch.int32).sum(dtype=torch.int64) for one in stepped]
+    fresh = {
+        one: {"step": step_on_device(optimizer, torch.zeros(()), one)}
+        | {kind: torch.zeros_like(one, memory_format=torch.preserve_format) for kind in MOMENTS}
+        for one in parameters
+        if one not in optimizer.state
+    }
+    optimizer.state.update(fresh)
+    return sums
+
+
+def _stepped(optimizer: torch.optim.AdamW, pieces: list[Piece]) -> list[Tensor] | None:
+    """Return pieces of parameters, and of their moments, as a step would leave them. None if it cannot be taken, on the
+    CPU for a step size beyond float32."""
+    copies = [nn.Parameter(parameter.detach().reshape(-1)[part].clone()) for parameter, part in pieces]
+    trial = torch.optim.AdamW(copies, fused=optimizer.defaults["fused"])
+    trial.param_groups[0].update({key: one for key, one in optimizer.param_groups[0].items() if key != "params"})
+    for copy, (parameter, part) in zip(copies, pieces, strict=True):
+        assert parameter.grad is not None
+        copy.grad = parameter.grad.reshape(-1)[part]
+        state = optimizer.state.get(parameter, {})
+        trial.state[copy] = {key: (one.reshape(-1)[part] if one.dim() else one).clone() for key, one in state.items()}
     try:
-        optimizer.step()
+        trial.step()
     except RuntimeError as error:
         if "without overflow" not in str(error):
             raise
-        return False
-    return True
+        return None
+    return [*(copy.detach() for copy in copies), *(trial.state[copy][kind] for copy in copies for kind in MOMENTS)]
 
 
-def not_finite(adam: AdamParams, norm: Tensor) -> InvalidInput:
+def _pieces(parameters: Iterable[nn.Parameter]) -> Iterator[list[Piece]]:
+    """Yield all parameters, TRIED_AT_ONCE numbers at a time."""
+    pieces: list[Piece] = []
+    left = TRIED_AT_ONCE
+    for parameter in parameters:
+        begin = 0
+        while begin < parameter.numel():
+            end = min(parameter.numel(), begin + left)
+            pieces.append((parameter, slice(begin, end)))
+            left, begin = left - (end - begin), end
+            if not left:
+                yield pieces
+                pieces, left = [], TRIED_AT_ONCE
+    if pieces:
+        yield pieces
+
+
+def _not_finite(adam: AdamParams, norm: Tensor) -> InvalidInput:
     """The error for a step that must not be taken; `norm` is the gradient's."""
     return InvalidInput(
         f"the step makes weights that are not finite (learning_rate {adam.learning_rate:g}, eps {adam.eps:g},"

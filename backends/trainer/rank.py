@@ -189,12 +189,12 @@ class TrainerRank:
         norm = model.sum_gradient()
         if not norm.isfinite():
             raise InvalidInput("the gradient is not finite; it was cleared and the weights are unchanged")
-        undo = agreed(lambda: model.before_step(adam, norm), self._world)
+        model.prepare_step(adam, norm)
         try:
-            model.step(adam, norm)
-        except BaseException:
-            undo()
-            raise
+            model.step()
+        except Exception as error:
+            # There is no copy of what it was: the process ends, and the model is restored from disk.
+            raise SystemExit(f"a step that had been found possible failed: {error}") from error
         return OptimStepResponse(metrics={"grad_norm": norm.item()})
 
     # ---- weights

@@ -1,6 +1,6 @@
 """Protocols that LoRA adapters and full weights implement: one model, the weights a base computes with, the files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -46,12 +46,12 @@ class TrainedModel(Protocol):
         """Sum the gradient over ranks, each its part, and return the L2 norm [] of the whole. All ranks fail, or
         none."""
 
-    def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
-        """Return what undoes the step that follows. Raises InvalidInput if `step` is already known to fail."""
+    def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
+        """Try one step of torch.optim.AdamW, and change nothing but the gradient; `norm` is that of the whole gradient.
+        All ranks fail, or none. Raises InvalidInput if the result would not be finite."""
 
-    def step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Take one step of torch.optim.AdamW; `norm` is the whole gradient's. All ranks fail, or none; the step must
-        then be undone. Raises InvalidInput if the result is not finite."""
+    def step(self) -> None:
+        """Take the step that was prepared. If this fails, weights may be half of a step."""
 
 
 M = TypeVar("M", bound=TrainedModel)

@@ -16,6 +16,7 @@ from api_schemas.training import AdamParams
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.trainer.lora.model import LoraModel
+from backends.trainer.optimizer import MOMENTS, prepare_step
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.trainers import LORA, forward_backward, lora_model, trainer
@@ -64,7 +65,7 @@ def test_the_smallest_eps_moves_a_fresh_adapter_to_finite_weights(rank: TrainerR
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_step_to_weights_that_are_not_finite_is_undone_to_the_bit(
+def test_a_step_to_weights_that_are_not_finite_changes_no_bit(
     rank: TrainerRank, renderer: Renderer, steps_before: int
 ) -> None:
     rank.create_model("m", LORA)
@@ -86,25 +87,53 @@ def test_a_step_to_weights_that_are_not_finite_is_undone_to_the_bit(
     assert_equal(went_on, state(rank))
 
 
-def test_a_step_that_breaks_off_is_undone_to_the_bit(
-    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_step_without_memory_for_its_trial_changes_no_bit(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, steps_before: int
 ) -> None:
     rank.create_model("m", LORA)
-    train(rank, renderer, 1)
-    before = state(rank)
-    optimizer = rank.models["m"].optimizer
-    whole = optimizer.step
+    for seed in range(steps_before):
+        train(rank, renderer, seed)
+    before, whole = state(rank), torch.optim.AdamW.step
 
-    def broken() -> None:
-        whole()
+    def broken(optimizer: torch.optim.AdamW) -> None:
+        whole(optimizer)
         raise torch.OutOfMemoryError("tried to allocate 8 GiB")
 
-    monkeypatch.setattr(optimizer, "step", broken)
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
     with pytest.raises(BackendFailed, match="out of GPU memory"):
         train(rank, renderer, 2)
     assert_equal(state(rank), before)
     with pytest.raises(InvalidInput, match="no gradient"):
         rank.optim_step("m", ADAM)
+
+
+def test_a_step_that_breaks_off_ends_the_process_as_there_is_nothing_to_undo_it_from(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.create_model("m", LORA)
+    monkeypatch.setattr(rank.models["m"].optimizer, "step", lambda: 1 / 0)
+    with pytest.raises(SystemExit, match=r"a step that had been found possible failed: .*division by zero"):
+        train(rank, renderer, 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 64, 1000])
+def test_a_trial_in_pieces_of_any_size_gives_the_bits_of_the_step(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Pieces that end within a tensor and go over several: their sums are those of all that the step leaves."""
+    rank.create_model("m", LORA.model_copy(update={"rank": 1, "train_mlp": False, "train_unembed": False}))
+    monkeypatch.setattr("backends.trainer.optimizer.TRIED_AT_ONCE", at_once)
+    model = lora_model(rank, "m")
+    for seed in range(2):
+        forward_backward(rank, "m", cross_entropy([datum(prompt(words(9, seed)), renderer, seed)]), True)
+        sums = prepare_step(model.optimizer, ADAM, model.sum_gradient())
+        model.step()
+        model.clear_gradient()
+        kept = [*model.parameters, *(model.optimizer.state[one][kind] for one in model.parameters for kind in MOMENTS)]
+        bits = [one.detach().view(torch.int32).sum(dtype=torch.int64) for one in kept]
+        assert sum(sums) == sum(bits)
+        assert len(sums) >= len(MOMENTS) * sum(one.numel() for one in model.parameters) / at_once
 
 
 def test_a_model_whose_log_probabilities_are_not_finite_says_so(rank: TrainerRank, renderer: Renderer) -> None:

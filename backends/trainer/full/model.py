@@ -1,13 +1,13 @@
 """The one model of a base that trains all its weights. Its tensors are this rank's shards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from api_schemas.training import AdamParams, Trainable
 from backends.trainer.distributed import World, agreed, total_norm
-from backends.trainer.optimizer import MOMENTS, all_finite, not_finite, set_adam, step_on_device, take_step
+from backends.trainer.optimizer import MOMENTS, prepare_step, step_on_device
 from backends.trainer.trained_weights import GradientState
 
 
@@ -54,29 +54,13 @@ class FullModel:
         """Return the L2 norm [] of the gradient, whose shards are sums over ranks already."""
         return total_norm([p.grad for p in self.parameters if p.grad is not None], self._world)
 
-    def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
-        """Clip the gradient, and step a copy of each tensor in turn: copies of all of them would need half as much
-        memory again. Raises InvalidInput if a weight or one of Adam's moments is not finite then."""
-        if adam.grad_clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, adam.grad_clip_norm, norm)
-        set_adam(self.optimizer, adam)
-        if not all(self._would_be_finite(one) for one in self.parameters if one.grad is not None):
-            raise not_finite(adam, norm)
-        return _end_process
+    def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
+        """Clip the gradient, and try the step. All ranks fail, or none. Raises InvalidInput if a weight or one of
+        Adam's moments would not be finite on any rank."""
+        agreed(lambda: prepare_step(self.optimizer, adam, norm), self._world)
 
-    def _would_be_finite(self, parameter: nn.Parameter) -> bool:
-        copy = nn.Parameter(parameter.detach().clone())
-        copy.grad = parameter.grad
-        optimizer = torch.optim.AdamW([copy])
-        optimizer.param_groups[0].update(
-            {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
-        )
-        if parameter in self.optimizer.state:
-            optimizer.state[copy] = {key: one.clone() for key, one in self.optimizer.state[parameter].items()}
-        return take_step(optimizer) and all_finite([copy, *optimizer.state[copy].values()])
-
-    def step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Take the step that `before_step` has prepared."""
+    def step(self) -> None:
+        """Take the step that was prepared."""
         agreed(self.optimizer.step, self._world)
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -97,8 +81,3 @@ class FullModel:
             self.optimizer.state[master] = {"step": step_on_device(self.optimizer, step, master)} | {
                 kind: moments[kind][name] for kind in MOMENTS
             }
-
-
-def _end_process() -> None:
-    """There is no copy to undo a step from: the process ends, and the model is restored from disk."""
-    raise SystemExit("a step that had been found possible failed: the weights may be half of one")

@@ -32,7 +32,7 @@ from backends.trainer.distributed import (
 )
 from backends.trainer.lora.experts import ExpertAdapters
 from backends.trainer.lora.linear import LoraLinear
-from backends.trainer.optimizer import MOMENTS, all_finite, not_finite, set_adam, step_on_device, take_step
+from backends.trainer.optimizer import MOMENTS, all_finite, prepare_step, step_on_device
 from backends.trainer.trained_weights import GradientState
 
 _STEP_COUNT_BYTES = torch.float32.itemsize
@@ -223,47 +223,32 @@ class LoraModel:
         for index, weight in enumerate(self._weights):
             weight.grad = self.stacked(index, tensors).to(weight.device, weight.grad_dtype)
 
-    def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
-        """Copy all that the step changes on this rank; return what restores it."""
-        moments = {p: {key: value.clone() for key, value in of.items()} for p, of in self.optimizer.state.items()}
-        return partial(self.restore, OptimState([p.detach().clone() for p in self.parameters], moments))
-
-    def restore(self, state: OptimState) -> None:
-        """Set everything that a step changes on this rank but the working copy, bitwise."""
+    def take(self, state: OptimState) -> None:
+        """Set weights and optimizer to what `prepared` gave, with no gradient. All ranks fail, and change nothing, or
+        none."""
+        self._update_working_copy(state.weights)
+        self.clear_gradient()
         with torch.no_grad():
             for parameter, weights in zip(self.parameters, state.weights, strict=True):
                 parameter.copy_(weights)
         self.optimizer.state.clear()
         self.optimizer.state.update(state.moments)
 
-    def take(self, state: OptimState) -> None:
-        """Set weights and optimizer to what `prepared` gave, with no gradient. All ranks fail, and change nothing, or
-        none."""
-        self._update_working_copy(state.weights)
-        self.clear_gradient()
-        self.restore(state)
-
     def _update_working_copy(self, masters: Sequence[Tensor]) -> None:
         """Set the working copy, if it is not the masters themselves. All ranks fail, and change nothing, or none."""
         if self._is_shared:
             shards.all_gather([one.detach() for one in masters], [one.data for one in self._weights], self._world)
 
-    def step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Take one step of torch.optim.AdamW; `norm` is what `sum_gradient` gave. All ranks fail, or none; the step
-        must then be undone. Raises InvalidInput if a weight or one of Adam's moments is not finite on any rank."""
-        agreed(lambda: self._step_own(adam, norm), self._world)
-        shards.require_same_across(self.parameters, self._world)
+    def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
+        """Clip the gradient, and try the step. All ranks fail, or none. Raises InvalidInput if a weight or one of
+        Adam's moments would not be finite on any rank, BackendFailed if machines compute different weights."""
+        sums = agreed(lambda: prepare_step(self.optimizer, adam, norm), self._world)
+        shards.require_same_across(torch.stack(sums), self._world)
+
+    def step(self) -> None:
+        """Take the step that was prepared."""
+        agreed(self.optimizer.step, self._world)
         self._update_working_copy(self.parameters)
-
-    def _step_own(self, adam: AdamParams, norm: Tensor) -> None:
-        if adam.grad_clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, adam.grad_clip_norm, norm)
-        set_adam(self.optimizer, adam)
-        if not take_step(self.optimizer) or not all_finite([*self.parameters, *self._state_tensors()]):
-            raise not_finite(adam, norm)
-
-    def _state_tensors(self) -> list[Tensor]:
-        return [value for of_parameter in self.optimizer.state.values() for value in of_parameter.values()]
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's state by `<adapter tensor>:<its name in torch>`, as `masters` gives those; empty before the first

@@ -124,24 +124,23 @@ def steps_of_a_small_model(world: World) -> Steps:
         for weight in model._weights:
             weight.grad = torch.full(weight.shape, float(world.rank + 1 + step))
         norms.append(model.sum_gradient().item())
-        undo = model.before_step(ADAM, torch.tensor(norms[-1]))
-        if step == 2:
-            with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 2:
                 if world.rank == world.size - 1:
-                    patch.setattr(model.optimizer, "step", broken(model.optimizer.step))
+                    patch.setattr(torch.optim.AdamW, "step", broken(torch.optim.AdamW.step))
                 with pytest.raises(BackendFailed, match="out of memory"):
-                    model.step(ADAM, torch.tensor(norms[-1]))
-            undo()
-        else:
-            model.step(ADAM, torch.tensor(norms[-1]))
+                    model.prepare_step(ADAM, torch.tensor(norms[-1]))
+            else:
+                model.prepare_step(ADAM, torch.tensor(norms[-1]))
+                model.step()
         model.clear_gradient()
     saved = {**model.masters(), **model.optimizer_state()}
     return [one.data for one in model._weights], saved, norms
 
 
-def broken(step: Callable[[], object]) -> Callable[[], None]:
-    def fail() -> None:
-        step()
+def broken(step: Callable[[torch.optim.AdamW], object]) -> Callable[[torch.optim.AdamW], None]:
+    def fail(optimizer: torch.optim.AdamW) -> None:
+        step(optimizer)
         raise MemoryError
 
     return fail
