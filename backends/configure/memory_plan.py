@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from backends.config import MemoryPart, Process
 from backends.families.coverage import ImageToken, LoraMatrices, Numbers
 from backends.model_spec import ENGINE_GRAPHS_BYTES
+from backends.trainer.lora.adapters import buffer_rank
 from backends.trainer.model.recompute import MARGIN
 from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
+from backends.trainer.optimizer import TRIED_AT_ONCE
 from backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
 GIB = 1 << 30
@@ -37,7 +39,6 @@ what the microbatches leave."""
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
-_SMALLEST_WIDTH = 16
 _SMALLEST_GRAPH_TOKENS = 256
 _LEAST_KV_CACHE = {"cpu": 512 << 20, "cuda": 1 << 30}
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
@@ -291,8 +292,11 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
         widths = buffer_widths(demand, device)
         width_bytes = size.adapter_numbers(sum(widths)) * (size.number_bytes + _GRADIENT_BYTES)
         parts["adapters of microbatches"] = width_bytes
-        # An optim_step can be undone: it keeps copies of masters and moments, and several ranks sum shards first.
-        step_bytes = numbers * (_MASTER_BYTES + _MOMENTS_BYTES) // num_ranks
+        # An optim_step is tried on copies of some masters and moments at a time, and several ranks sum shards first.
+        own = -(-numbers // num_ranks)
+        step_bytes = min(own, TRIED_AT_ONCE) * (_MASTER_BYTES + _MOMENTS_BYTES)
+        if num_ranks > 1:
+            step_bytes += own * _GRADIENT_BYTES
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
@@ -325,7 +329,7 @@ def buffer_widths(demand: Demand, device: str) -> list[int]:
         return [demand.lora_rank]
     sums = [count * demand.lora_rank for count in range(1, demand.models_at_once + 1)]
     fitting = [one for one in sums if one <= max(MAX_SUMMED_RANK, demand.lora_rank)]
-    return sorted({_SMALLEST_WIDTH, *(max(_SMALLEST_WIDTH, 1 << (one - 1).bit_length()) for one in fitting)})
+    return sorted({buffer_rank(one, demand.lora_rank) for one in (0, *fitting)})
 
 
 def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:

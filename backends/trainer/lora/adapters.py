@@ -164,8 +164,17 @@ class Adapters:
                 yield ranks, stack, by_group[id(stack.group)]
 
     def _width(self, rank: int) -> int:
-        """R for models whose ranks sum to `rank`. Few widths on a GPU: code and graphs are compiled for each."""
-        return rank if self._device.type == "cpu" else max(16, 1 << max(0, rank - 1).bit_length())
+        """R for models whose ranks sum to `rank`."""
+        return rank if self._device.type == "cpu" else buffer_rank(rank, self._max_rank)
+
+
+def buffer_rank(summed: int, largest: int) -> int:
+    """Return R of the buffers for models whose ranks sum to `summed`, on a GPU that takes models up to a largest rank.
+
+    R is a power of two, and at least 16 or, where the largest rank is above, 32: code and graphs are compiled for each
+    R, and buffers stay.
+    """
+    return 1 << (max(summed, 16, min(largest, 32)) - 1).bit_length()
 
 
 @dataclass(frozen=True)
