@@ -10,7 +10,7 @@
    names them, 48 layers have 37,000 tensors, which vLLM reads, names and copies together one by one. It takes stacks
    only where all experts share one adapter. Here each expert has its own; files expert by expert load as before.
 6. A slot is compared with the adapter's files when it has been filled (`slot_check.py`).
-7. Of a linear that vLLM makes of one part alone (Qwen3-Next's linear attention), each of several ranks gets two
+7. Of a merged linear with one part alone, as some linear attention has, each of several ranks gets two
    pieces of B, as if gate stood above up.
 
 N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots

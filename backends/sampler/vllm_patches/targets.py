@@ -78,7 +78,7 @@ PIECES_OF_RANKS = Patch(
     "one-part-linears",
     "vllm.lora.layers.column_parallel_linear:ColumnParallelLinearWithLoRA.slice_lora_b",
     "623e4320ea6d834b2f9631d37098104797930c63629708ca6349fe1ca7318c2b",
-    "Of a merged linear with one part (Qwen3-Next's) a rank gets two pieces of B, as if it had two parts.",
+    "Of a merged linear with one part (in some linear attention) a rank gets two pieces of B, as if it had two parts.",
     "one-part-linears.md",
     how="relied on",
 )
