@@ -9,6 +9,7 @@ arithmetic: knows no file and no device.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from backends.config import MemoryPart, Process
 from backends.families.coverage import ImageToken, LoraMatrices, Numbers
@@ -229,7 +230,10 @@ class MemoryPlan:
     @property
     def missing_bytes(self) -> int:
         """The most that any GPU lacks; at most 0 if everything fits."""
-        return max(self.of(gpu) - total for gpu, total in enumerate(self.totals))
+        lacking = [-total for total in self.totals]
+        for one in self.parts:
+            lacking[one.gpu] += one.size_bytes
+        return max(lacking)
 
     def holds(self, model: str) -> bool:
         """Return whether trainer and engines of a model map a copy of the base that other processes hold."""
@@ -270,13 +274,12 @@ def plan_parts(
         shared = _holding_gpus(size, layout, device) if base_copies == 1 else set()
         for gpu in sorted(shared):
             parts += _parts(size, gpu, "holder", {"base": size.base_bytes, "context": HOLDER_CONTEXT_BYTES})
+        of_rank = trainer_parts(size, demand, len(layout.trainer), layout.replicates, device)
         for gpu in layout.trainer:
-            of_rank = trainer_parts(size, demand, len(layout.trainer), layout.replicates, device)
             parts += _parts(size, gpu, "trainer", _without_base(of_rank, gpu in shared))
-        for engine in layout.engines:
-            for gpu in engine:
-                of_engine = engine_parts(size, demand, len(engine), device)
-                parts += _parts(size, gpu, "engine", _without_base(of_engine, gpu in shared))
+        of_engine = engine_parts(size, demand, len(layout.engines[0]), device)
+        for gpu in chain.from_iterable(layout.engines):
+            parts += _parts(size, gpu, "engine", _without_base(of_engine, gpu in shared))
     return tuple(_summed(parts))
 
 

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ class Numbers:
     stacks: tuple[str, ...]
     """Names of those with more than two dimensions: experts, and convolutions of linear attention."""
 
-    @property
+    @cached_property
     def adapter(self) -> int:
         """Numbers of an adapter that trains all modules, per LoRA rank."""
         return sum(one.count * (one.outputs + one.inputs) for one in self.matrices)
