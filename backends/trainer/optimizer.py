@@ -1,6 +1,7 @@
 """AdamW as every model here uses it: its state, and the trial of a step before it is taken."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,18 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor) -
     }
     optimizer.state.update(fresh)
     return sums
+
+
+@contextmanager
+def keeping_state(optimizer: torch.optim.AdamW) -> Iterator[None]:
+    """Drop the moments that `prepare_step` has made on this rank, if what is inside fails on any."""
+    before = dict(optimizer.state)
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        raise
 
 
 def _stepped(optimizer: torch.optim.AdamW, pieces: list[Piece]) -> list[Tensor] | None:

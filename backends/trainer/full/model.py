@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from api_schemas.training import AdamParams, Trainable
 from backends.trainer.distributed import World, agreed, total_norm
-from backends.trainer.optimizer import MOMENTS, prepare_step, step_on_device
+from backends.trainer.optimizer import MOMENTS, keeping_state, prepare_step, step_on_device
 from backends.trainer.trained_weights import GradientState
 
 
@@ -57,7 +57,8 @@ class FullModel:
     def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
         """Clip the gradient, and try the step. All ranks fail, or none. Raises InvalidInput if a weight or one of
         Adam's moments would not be finite on any rank."""
-        agreed(lambda: prepare_step(self.optimizer, adam, norm), self._world)
+        with keeping_state(self.optimizer):
+            agreed(lambda: prepare_step(self.optimizer, adam, norm), self._world)
 
     def step(self) -> None:
         """Take the step that was prepared."""

@@ -32,7 +32,7 @@ from backends.trainer.distributed import (
 )
 from backends.trainer.lora.experts import ExpertAdapters
 from backends.trainer.lora.linear import LoraLinear
-from backends.trainer.optimizer import MOMENTS, all_finite, prepare_step, step_on_device
+from backends.trainer.optimizer import MOMENTS, all_finite, keeping_state, prepare_step, step_on_device
 from backends.trainer.trained_weights import GradientState
 
 _STEP_COUNT_BYTES = torch.float32.itemsize
@@ -242,8 +242,9 @@ class LoraModel:
     def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
         """Clip the gradient, and try the step. All ranks fail, or none. Raises InvalidInput if a weight or one of
         Adam's moments would not be finite on any rank, BackendFailed if machines compute different weights."""
-        sums = agreed(lambda: prepare_step(self.optimizer, adam, norm), self._world)
-        shards.require_same_across(torch.stack(sums), self._world)
+        with keeping_state(self.optimizer):
+            sums = agreed(lambda: prepare_step(self.optimizer, adam, norm), self._world)
+            shards.require_same_across(torch.stack(sums), self._world)
 
     def step(self) -> None:
         """Take the step that was prepared."""

@@ -117,19 +117,20 @@ def on_rank(world: World) -> tuple[dict[int, Found], Steps]:
 
 
 def steps_of_a_small_model(world: World) -> Steps:
-    """Its working copy, what rank 0 would save, and the norms of four steps, the third of which fails on the last
-    rank."""
+    """Its working copy, what rank 0 would save, and the norms of five steps, of which the first and the fourth fail on
+    the last rank."""
     model, norms = small_model(world, torch.bfloat16), []
-    for step in range(4):
+    for step in range(5):
         for weight in model._weights:
             weight.grad = torch.full(weight.shape, float(world.rank + 1 + step))
         norms.append(model.sum_gradient().item())
         with pytest.MonkeyPatch.context() as patch:
-            if step == 2:
+            if step in (0, 3):
                 if world.rank == world.size - 1:
                     patch.setattr(torch.optim.AdamW, "step", broken(torch.optim.AdamW.step))
                 with pytest.raises(BackendFailed, match="out of memory"):
                     model.prepare_step(ADAM, torch.tensor(norms[-1]))
+                assert bool(model.optimizer.state) == (step > 0), "no rank has moments that another lacks"
             else:
                 model.prepare_step(ADAM, torch.tensor(norms[-1]))
                 model.step()
@@ -154,7 +155,7 @@ def test_a_model_of_fewer_numbers_than_ranks_steps_as_torch_does(
     optimizer = torch.optim.AdamW(
         parameters, lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=ADAM.weight_decay
     )
-    for step in (0, 1, 3):
+    for step in (1, 2, 4):
         summed = sum(rank + 1 + step for rank in range(NUM_RANKS))
         for one in parameters:
             one.grad = torch.full(one.shape, float(summed))
