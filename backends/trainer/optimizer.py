@@ -23,11 +23,11 @@ def step_on_device(optimizer: torch.optim.AdamW, step: Tensor, parameter: Tensor
     return step.clone().to(parameter.device if optimizer.defaults["fused"] else "cpu")
 
 
-def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor) -> list[Tensor]:
+def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *, sums_bits: bool) -> list[Tensor]:
     """Clip the gradient, try the step, and make the moments of a first one, so that the step itself needs no memory.
 
-    Return sums [] of the bits that float32 parameters and moments will have. `norm` is the gradient's. Raises
-    InvalidInput if any of them would not be finite; parameters and moments are unchanged.
+    `norm` is the gradient's. `sums_bits`: return sums [] of the bits that float32 parameters and moments will have.
+    Raises InvalidInput if any of them would not be finite; parameters and moments are unchanged.
     """
     parameters = [one for one in optimizer.param_groups[0]["params"] if one.grad is not None]
     if adam.grad_clip_norm > 0:
@@ -40,7 +40,8 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor) -
         stepped = _stepped(optimizer, pieces)
         if stepped is None or not all_finite(stepped):
             raise _not_finite(adam, norm)
-        sums += [one.view(torch.int32).sum(dtype=torch.int64) for one in stepped]
+        if sums_bits:
+            sums += [one.view(torch.int32).sum(dtype=torch.int64) for one in stepped]
     fresh = {
         one: {"step": step_on_device(optimizer, torch.zeros(()), one)}
         | {kind: torch.zeros_like(one, memory_format=torch.preserve_format) for kind in MOMENTS}

@@ -76,8 +76,6 @@ def sum_across(tensors: Sequence[Tensor], world: World) -> None:
 
 def require_same_across(own: Tensor, world: World) -> None:
     """Raise BackendFailed on all ranks if sums [N] that every machine has computed are not the same on all of them."""
-    if world.num_machines == 1:
-        return
     of_machines = [torch.empty_like(own) for _ in range(world.num_machines)]
     dist.all_gather(of_machines, own, group=world.across.group)
 

@@ -58,7 +58,7 @@ class FullModel:
         """Clip the gradient, and try the step. All ranks fail, or none. Raises InvalidInput if a weight or one of
         Adam's moments would not be finite on any rank."""
         with keeping_state(self.optimizer):
-            agreed(lambda: prepare_step(self.optimizer, adam, norm), self._world)
+            agreed(lambda: prepare_step(self.optimizer, adam, norm, sums_bits=False), self._world)
 
     def step(self) -> None:
         """Take the step that was prepared."""
