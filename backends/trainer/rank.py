@@ -189,9 +189,9 @@ class TrainerRank:
         norm = model.sum_gradient()
         if not norm.isfinite():
             raise InvalidInput("the gradient is not finite; it was cleared and the weights are unchanged")
-        model.prepare_step(adam, norm)
+        take_step = model.prepare_step(adam, norm)
         try:
-            model.step()
+            take_step()
         except Exception as error:
             # There is no copy of what it was: the process ends, and the model is restored from disk.
             raise SystemExit(f"a step that had been found possible failed: {error}") from error

@@ -8,7 +8,7 @@ and ranks agree on it before the first collective. Knows no model.
 N ranks of a machine, S numbers of a rank's shard of one tensor, W columns of a buffer
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,22 +89,26 @@ def require_same_across(own: Tensor, world: World) -> None:
     agreed(require, world)
 
 
-def all_gather(shards: Sequence[Tensor], tensors: Sequence[Tensor], world: World) -> None:
-    """Set every whole tensor on every rank from the shards [S] of its machine, rounded to the precision of `tensors`,
-    which is the same for all.
+def prepare_all_gather(shards: Sequence[Tensor], tensors: Sequence[Tensor], world: World) -> Callable[[], None]:
+    """Return a function that sets every whole tensor on every rank from the shards [S] of its machine, rounded to the
+    precision of `tensors`, which is the same for all.
 
-    All ranks fail before any tensor has changed, or none.
+    The memory that the function needs is allocated here: all ranks fail, or none.
     """
     machine = world.machine
     buckets = _buckets([len(one) for one in shards], tensors[0].dtype, machine)
     received_NW, sent_W = agreed(lambda: _buffers(buckets, tensors[0], machine), world)
-    for bucket in buckets:
-        for columns in bucket:
-            sent_W[columns.of_buffer].copy_(shards[columns.tensor][columns.of_shard])
-        _all_gather(received_NW.view(-1), sent_W, group=machine.group)
-        for columns in bucket:
-            for of_tensor, of_buffer in _views(tensors[columns.tensor], columns, received_NW):
-                of_tensor.copy_(of_buffer)
+
+    def gather() -> None:
+        for bucket in buckets:
+            for columns in bucket:
+                sent_W[columns.of_buffer].copy_(shards[columns.tensor][columns.of_shard])
+            _all_gather(received_NW.view(-1), sent_W, group=machine.group)
+            for columns in bucket:
+                for of_tensor, of_buffer in _views(tensors[columns.tensor], columns, received_NW):
+                    of_tensor.copy_(of_buffer)
+
+    return gather
 
 
 def gather_to_rank_zero(shard: Tensor, shape: torch.Size, world: World) -> Tensor:

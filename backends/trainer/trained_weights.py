@@ -1,6 +1,6 @@
 """Protocols that LoRA adapters and full weights implement: one model, the weights a base computes with, the files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -46,12 +46,13 @@ class TrainedModel(Protocol):
         """Sum the gradient over ranks, each its part, and return the L2 norm [] of the whole. All ranks fail, or
         none."""
 
-    def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Try one step of torch.optim.AdamW, and change nothing but the gradient; `norm` is that of the whole gradient.
-        All ranks fail, or none. Raises InvalidInput if the result would not be finite."""
+    def prepare_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
+        """Try one step of torch.optim.AdamW, change nothing but the gradient, and return a function that takes the
+        step; `norm` is that of the whole gradient.
 
-    def step(self) -> None:
-        """Take the step that was prepared. If this fails, weights may be half of a step."""
+        All ranks fail, or none. Raises InvalidInput if the result would not be finite. All memory is allocated here;
+        if the function still fails, weights may be half of a step.
+        """
 
 
 M = TypeVar("M", bound=TrainedModel)

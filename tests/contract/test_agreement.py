@@ -18,7 +18,7 @@ from api_schemas.training import AdamParams
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Mesh
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput
-from backends.trainer import shards
+from backends.trainer import optimizer, shards
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
@@ -33,7 +33,7 @@ def outcome(action: Callable[[], object]) -> str:
     """The outcome, as a text that ranks can be compared by."""
     try:
         action()
-    except (InvalidInput, BackendFailed) as error:
+    except (InvalidInput, BackendFailed, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "done"
 
@@ -95,12 +95,18 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
     forward_backward(rank, "m", batch, True)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(rank.models["m"].optimizer, "step", out_of_memory)
+            patch.setattr(optimizer, "_stepped", out_of_memory)
         found["step"] = outcome(lambda: rank.optim_step("m", ADAM))
     found["unchanged"] = str(weights(rank, "m") == before)
     found["step again"] = outcome(lambda: rank.optim_step("m", ADAM))
     found["train at last"] = train()
     found["weights"] = repr(weights(rank, "m"))
+
+    forward_backward(rank, "m", batch, True)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(rank.models["m"].optimizer, "step", out_of_memory)
+        found["half a step"] = outcome(lambda: rank.optim_step("m", ADAM))
     return found
 
 
@@ -138,6 +144,10 @@ def test_a_step_that_one_rank_cannot_take_is_taken_by_none(found: list[Outcome])
     assert found[0]["step"].startswith("BackendFailed: out of GPU memory")
     assert found[0]["unchanged"] == "True"
     assert "no gradient" in found[0]["step again"]
+
+
+def test_a_step_that_fails_on_one_rank_while_it_is_taken_ends_both(found: list[Outcome]) -> None:
+    assert found[0]["half a step"].startswith("SystemExit: a step that had been found possible failed: out of GPU")
 
 
 # ---- shards of masters and moments
@@ -198,7 +208,7 @@ def failing_on_shards(world: World, source: Path, directory: Path) -> dict[str, 
     save = partial(rank.save_state, "m", directory / "never")
     num_scattered = 3 * len(model.parameters)
     fails("summing", shards, "_buffers", 0, train)
-    fails("stepping", model.optimizer, "step", 0, train)
+    fails("trying a step", optimizer, "_stepped", 0, train)
     fails("sharing", shards, "_buffers", 1, train)
     for name, number in zip(LOADING, (0, num_scattered // 2, num_scattered), strict=True):
         fails(name, shards, "_buffers", number, load)
@@ -220,7 +230,7 @@ def failing_on_shards(world: World, source: Path, directory: Path) -> dict[str, 
 def test_what_fails_on_one_rank_changes_nothing_on_any(tiny_text: Path, tmp_path: Path) -> None:
     first, second = on_two_ranks(failing_on_shards, tiny_text, tmp_path)
     assert first == second
-    failures = ("summing", "stepping", "sharing", *LOADING, "saving", "a snapshot")
+    failures = ("summing", "trying a step", "sharing", *LOADING, "saving", "a snapshot")
     wanted = dict.fromkeys(failures, (OUT_OF_MEMORY, True))
     wanted |= {f"a step after {name}": ("done", False) for name in failures}
     wanted |= dict.fromkeys(("not finite", "not finite in rank 1's shard"), (NOT_FINITE, True))

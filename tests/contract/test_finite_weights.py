@@ -128,7 +128,7 @@ def test_a_trial_in_pieces_of_any_size_gives_the_bits_of_the_step(
     for seed in range(2):
         forward_backward(rank, "m", cross_entropy([datum(prompt(words(9, seed)), renderer, seed)]), True)
         sums = prepare_step(model.optimizer, ADAM, model.sum_gradient(), sums_bits=True)
-        model.step()
+        model.optimizer.step()
         model.clear_gradient()
         kept = [*model.parameters, *(model.optimizer.state[one][kind] for one in model.parameters for kind in MOMENTS)]
         bits = [one.detach().view(torch.int32).sum(dtype=torch.int64) for one in kept]

@@ -1,6 +1,6 @@
 """The one model of a base that trains all its weights. Its tensors are this rank's shards."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,12 @@ class FullModel:
         """Return the L2 norm [] of the gradient, whose shards are sums over ranks already."""
         return total_norm([p.grad for p in self.parameters if p.grad is not None], self._world)
 
-    def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Clip the gradient, and try the step. All ranks fail, or none. Raises InvalidInput if a weight or one of
-        Adam's moments would not be finite on any rank."""
+    def prepare_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
+        """Clip the gradient, try the step, and return a function that takes it. All ranks fail, or none. Raises
+        InvalidInput if a weight or one of Adam's moments would not be finite on any rank."""
         with keeping_state(self.optimizer):
             agreed(lambda: prepare_step(self.optimizer, adam, norm, sums_bits=False), self._world)
-
-    def step(self) -> None:
-        """Take the step that was prepared."""
-        agreed(self.optimizer.step, self._world)
+        return lambda: agreed(self.optimizer.step, self._world)
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Adam's state by its name in torch, then by parameter; empty before the first step."""

@@ -226,32 +226,41 @@ class LoraModel:
     def take(self, state: OptimState) -> None:
         """Set weights and optimizer to what `prepared` gave, with no gradient. All ranks fail, and change nothing, or
         none."""
-        self._update_working_copy(state.weights)
+        share = self._prepare_sharing(state.weights)
         self.clear_gradient()
+        share()
         with torch.no_grad():
             for parameter, weights in zip(self.parameters, state.weights, strict=True):
                 parameter.copy_(weights)
         self.optimizer.state.clear()
         self.optimizer.state.update(state.moments)
 
-    def _update_working_copy(self, masters: Sequence[Tensor]) -> None:
-        """Set the working copy, if it is not the masters themselves. All ranks fail, and change nothing, or none."""
-        if self._is_shared:
-            shards.all_gather([one.detach() for one in masters], [one.data for one in self._weights], self._world)
+    def _prepare_sharing(self, masters: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that sets the working copy, if it is not the masters themselves. All ranks fail, or
+        none."""
+        if not self._is_shared:
+            return lambda: None
+        working_copy = [one.data for one in self._weights]
+        return shards.prepare_all_gather([one.detach() for one in masters], working_copy, self._world)
 
-    def prepare_step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Clip the gradient, and try the step. All ranks fail, or none. Raises InvalidInput if a weight or one of
-        Adam's moments would not be finite on any rank, BackendFailed if machines compute different weights."""
+    def prepare_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
+        """Clip the gradient, try the step, and return a function that takes it. All ranks fail, or none.
+
+        Raises InvalidInput if a weight or one of Adam's moments would not be finite on any rank, BackendFailed if
+        machines compute different weights.
+        """
         compares = self._world.num_machines > 1
         with keeping_state(self.optimizer):
             sums = agreed(lambda: prepare_step(self.optimizer, adam, norm, sums_bits=compares), self._world)
             if compares:
                 shards.require_same_across(torch.stack(sums), self._world)
+            share = self._prepare_sharing(self.parameters)
 
-    def step(self) -> None:
-        """Take the step that was prepared."""
-        agreed(self.optimizer.step, self._world)
-        self._update_working_copy(self.parameters)
+        def step() -> None:
+            agreed(self.optimizer.step, self._world)
+            share()
+
+        return step
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's state by `<adapter tensor>:<its name in torch>`, as `masters` gives those; empty before the first

@@ -50,7 +50,7 @@ def transfers(world: World, buffer_bytes: int) -> Found:
     shards.reduce_scatter(of_rank, found["sum"], world)
 
     found["rounded"] = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for shape in SHAPES]
-    shards.all_gather(cut, found["rounded"], world)
+    shards.prepare_all_gather(cut, found["rounded"], world)()
 
     found["gathered"] = [
         shards.gather_to_rank_zero(one, torch.Size(shape), world) for one, shape in zip(cut, SHAPES, strict=True)
@@ -132,8 +132,7 @@ def steps_of_a_small_model(world: World) -> Steps:
                     model.prepare_step(ADAM, torch.tensor(norms[-1]))
                 assert bool(model.optimizer.state) == (step > 0), "no rank has moments that another lacks"
             else:
-                model.prepare_step(ADAM, torch.tensor(norms[-1]))
-                model.step()
+                model.prepare_step(ADAM, torch.tensor(norms[-1]))()
         model.clear_gradient()
     saved = {**model.masters(), **model.optimizer_state()}
     return [one.data for one in model._weights], saved, norms
