@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from backends.config import BackendConfig
 from backends.configure.gpus import cards
-from backends.configure.memory_plan import Machine, ModelSize
+from backends.configure.memory_plan import Machine
+from backends.configure.model_size import ModelSize
 from backends.configure.placement import make_plan
 from backends.protocol import BackendFailed
 from tests.shapes import shape

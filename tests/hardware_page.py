@@ -13,7 +13,8 @@ from pathlib import Path
 
 from backends.config import BackendConfig
 from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import GIB, TRAINED_IMAGE_TOKENS, Machine, MemoryPlan
+from backends.configure.memory_plan import GIB, Machine, MemoryPlan
+from backends.configure.model_size import TRAINED_IMAGE_TOKENS
 from backends.configure.placement import make_plan
 from backends.protocol import BackendFailed
 from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from backends.config import BackendConfig
 from backends.configure.describe import read_size
-from backends.configure.memory_plan import ModelSize
+from backends.configure.model_size import ModelSize
 from tests.published import COOKBOOK, OTHERS
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 

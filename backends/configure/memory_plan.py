@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from backends.config import MemoryPart, Process
-from backends.families.coverage import ImageToken, LoraMatrices, Numbers
+from backends.configure.model_size import ModelSize
 from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.trainer.lora.adapters import buffer_rank
 from backends.trainer.model.recompute import MARGIN
-from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 from backends.trainer.optimizer import TRIED_AT_ONCE
 from backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
@@ -34,134 +33,8 @@ PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
 """Tokens of one step of an engine on CUDA (`engine.py`)."""
-TRAINED_IMAGE_TOKENS = 1024
-"""Tokens of the largest image for whose backward through the vision tower there is room in any case. A larger one needs
-what the microbatches leave."""
-_LOGITS_BYTES = 3 << 29
-"""Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
 _SMALLEST_GRAPH_TOKENS = 256
-_LEAST_KV_CACHE = {"cpu": 512 << 20, "cuda": 1 << 30}
-_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
-"""Linears of which the ranks of an engine divide the inputs; of the others, the outputs."""
-_SLICES = {"in_proj_qkv": 3, "in_proj": 5}
-"""Linears that the engine takes as so many, each with its own A."""
-_REPEATED = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Linears that each rank of an engine has whole."""
-_OF_KEYS = ("k_proj", "v_proj")
-_EXPERTS = "experts"
-_HEAD = "lm_head"
-"""The engine's head has adapters for the whole vocabulary on every rank."""
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The shapes of one base model, from which all its bytes follow."""
-
-    name: str
-    number_bytes: int
-    """Bytes of a number of the base, and of an engine's adapters."""
-    numbers: Numbers
-    hidden: int
-    num_layers: int
-    vocab_size: int
-    layer_token_bytes: float
-    """Bytes that a decoder layer saves of a token for its backward, by estimate."""
-    kv_token_bytes: int
-    key_heads: int = 8
-    """Heads of keys. If an engine has more ranks, some of these hold the same head."""
-    state_bytes: int = 0
-    """Bytes of a sequence's state in layers of linear attention."""
-    image_token: ImageToken | None = None
-    """None without images."""
-    longest_context: int = 1 << 20
-    """The model's own limit, in tokens."""
-    can_be_captured: bool = True
-    """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
-    trains_all: bool = False
-    packed_numbers: int = 0
-    """Numbers of the base that a trainer keeps in fp8."""
-    packed_bytes: int = 0
-    """Bytes that they take there, with their scales."""
-    can_be_shared: bool = True
-    """True if trainer and engine can map one copy of the base."""
-    tensor_parallels: tuple[int, ...] = (1,)
-    """Numbers of ranks that an engine can have."""
-    context_parallels: tuple[int, ...] = (1,)
-    """Numbers of a trainer's ranks that can compute a microbatch together."""
-    exchanged_token_bytes: int = 0
-    """Bytes that such ranks exchange of a token in a layer's attention, as sent and as received, by estimate."""
-
-    @property
-    def base_bytes(self) -> int:
-        """Bytes of one copy of the base."""
-        return self.numbers.base * self.number_bytes
-
-    @property
-    def unpacking_bytes(self) -> int:
-        """Bytes of the largest matrix that is dequantised for a product, with its numbers and scales in float32."""
-        if not self.packed_numbers:
-            return 0
-        largest = max(one.outputs * one.inputs for one in self.numbers.matrices if not one.in_tower)
-        return largest * (self.number_bytes + 8)
-
-    @property
-    def trains_tower(self) -> bool:
-        """True if models may train the vision tower."""
-        return any(one.in_tower for one in self.numbers.matrices)
-
-    def tower_bytes(self, num_tokens: int) -> int:
-        """Return what the images of a microbatch take before the decoder computes, or after its backward, if they are
-        all of its tokens: their features, and the largest call of the tower."""
-        if (token := self.image_token) is None:
-            return 0
-        if self.trains_tower:  # each call is recomputed for its backward, alone; features have a gradient
-            at_once = max(TRAINED_VALUES // token.pixels, TRAINED_IMAGE_TOKENS)
-            return 2 * num_tokens * token.features + min(num_tokens, at_once) * token.backward
-        return num_tokens * token.features + min(num_tokens, FROZEN_VALUES // token.pixels) * token.forward
-
-    def adapter_numbers(self, rank: int) -> int:
-        """Return the numbers of an adapter that trains everything."""
-        return self.numbers.adapter * rank
-
-    def slot_bytes(self, rank: int, tensor_parallel: int = 1) -> int:
-        """Return the bytes of an adapter slot in each of so many ranks of an engine."""
-        total = 0
-        for one in self.numbers.matrices:
-            inputs, outputs = _SLICES.get(one.name, 1) * one.inputs, one.outputs
-            pieces = self._pieces(one, tensor_parallel)
-            if one.name in _ROW_PARALLEL or (one.name == _EXPERTS and outputs == self.hidden):
-                inputs = -(-inputs // pieces)
-            elif one.name != _HEAD:
-                outputs = -(-outputs // pieces)
-            total += one.count * (inputs + outputs)
-        return total * rank * self.number_bytes
-
-    def rank_numbers(self, tensor_parallel: int) -> int:
-        """Return the numbers of the base in each of so many ranks of an engine. Each has the whole vision tower: images
-        are divided among them, not the tower."""
-        matrices = [(one, one.count * one.outputs * one.inputs) for one in self.numbers.matrices if not one.in_tower]
-        others = self.numbers.base - self.numbers.tower - sum(count for _, count in matrices)
-        of_matrices = sum(-(-count // self._pieces(one, tensor_parallel)) for one, count in matrices)
-        return self.numbers.tower + of_matrices - (-others // tensor_parallel)
-
-    def _pieces(self, matrices: LoraMatrices, tensor_parallel: int) -> int:
-        """Return the number of different pieces that so many ranks of an engine have of a matrix."""
-        if matrices.in_tower or matrices.name in _REPEATED:
-            return 1
-        return min(tensor_parallel, self.key_heads) if matrices.name in _OF_KEYS else tensor_parallel
-
-    def activation_bytes(self, num_tokens: int, *, recomputes: bool) -> int:
-        """Return what a microbatch takes with all layers recomputed, or with none, by estimate."""
-        layers = 4 * self.hidden if recomputes else self.layer_token_bytes
-        once = (2 if recomputes else 1) * self.layer_token_bytes + 20 * self.hidden
-        return int(_LOGITS_BYTES + num_tokens * (self.num_layers * layers + once))
-
-    def kv_cache_bytes(self, context: int, tensor_parallel: int, device: str) -> int:
-        """Return the least KV cache of an engine, of all its ranks together: a whole context, on the CPU two."""
-        contexts = 2 if device == "cpu" else 1
-        token_bytes = self.kv_token_bytes * max(self.key_heads, tensor_parallel) // self.key_heads
-        return max(_LEAST_KV_CACHE[device], contexts * (context * token_bytes + 16 * self.state_bytes))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from itertools import islice
 
 from backends.config import BackendConfig
 from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import GIB, Machine, MemoryPlan, ModelSize
+from backends.configure.memory_plan import GIB, Machine, MemoryPlan
+from backends.configure.model_size import ModelSize
 from backends.configure.placement import CONTEXTS, LORA_RANKS, make_plan
 from backends.model_spec import Device
 from backends.protocol import BackendFailed

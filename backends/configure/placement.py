@@ -23,10 +23,10 @@ from backends.configure.memory_plan import (
     Layout,
     Machine,
     MemoryPlan,
-    ModelSize,
     gib,
     plan_parts,
 )
+from backends.configure.model_size import ModelSize
 from backends.model_spec import Device, Placement
 from backends.protocol import BackendFailed
 

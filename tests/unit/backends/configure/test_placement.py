@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
-from backends.configure.memory_plan import Machine, MemoryPlan, ModelSize
+from backends.configure.memory_plan import Machine, MemoryPlan
+from backends.configure.model_size import ModelSize
 from backends.configure.nearest_fit import idle_gpus
 from backends.configure.placement import make_plan, placement
 from backends.families.coverage import LoraMatrices, Numbers
@@ -361,7 +362,10 @@ def test_mamba2_is_divided_by_heads_alone_and_refused_by_name_where_nothing_was_
         ({"context_parallel": 4}, r"context_parallel 4 .* its 2 heads cannot be divided evenly"),
         ({"context_parallel": 1, "base_copies": 1}, r"base_copies 1 .* has other numbers for Mamba2 than its files"),
         ({"context_parallel": 1, "tensor_parallel": 4}, r"tensor_parallel 4 .* its 2 heads cannot be divided evenly"),
-        ({"context_parallel": 1, "full": True}, r"supported neither of experts nor of linear attention: .*experts"),
+        (
+            {"context_parallel": 1, "full": True},
+            r"\(setting backend.full\) .* neither experts nor linear attention train so: .*experts",
+        ),
     ):
         with pytest.raises(BackendFailed, match=reason):
             describe_models(config.model_copy(update=settings), machine)

@@ -106,7 +106,7 @@ def test_the_plan_counts_a_base_in_fp8_as_it_is_in_memory_and_it_is_not_trained_
     assert found.size == wanted.size and found.spec.weight_bytes == wanted.spec.weight_bytes
     assert found.spec.is_quantised and not wanted.spec.is_quantised
     with pytest.raises(
-        BackendFailed, match=r"source: .* \(setting backend.full\) of a quantised base is not supported"
+        BackendFailed, match=r"source: .* \(setting backend.full\) is not supported: the base is quantised"
     ):
         find("a", quantised, config.model_copy(update={"full": True}), machine)
 

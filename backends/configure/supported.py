@@ -1,0 +1,204 @@
+"""Settings that a base is served with: what trainer and engine compute rightly, and were compared for. The rest is
+refused by name."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from backends.config import BackendConfig
+from backends.families import deepseek_v3, gpt_oss, nemotron_h
+from backends.families.coverage import Numbers
+from backends.formats.model_files import linear_attention, quantisation
+from backends.inputs.rendering import Renderer
+from backends.model_spec import Device, Dtype
+from backends.protocol import BackendFailed
+
+MOST_RANKS = 64
+"""Ranks of an engine, and of a trainer that compute a microbatch together, up to which all numbers are tried."""
+_DIVIDED = {
+    "num_attention_heads": "heads",
+    "intermediate_size": "inner numbers of an MLP",
+    "moe_intermediate_size": "inner numbers of an expert",
+    "shared_expert_intermediate_size": "inner numbers of a shared expert",
+    "moe_shared_expert_intermediate_size": "inner numbers of a shared expert",
+    "linear_num_key_heads": "heads of keys in linear attention",
+    "linear_num_value_heads": "heads of values in linear attention",
+    "mamba_num_heads": "heads of Mamba2",
+    "n_groups": "groups of Mamba2",
+}
+"""Counts in a config that the ranks of an engine divide."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """A base, and the settings and the device that it would be served with."""
+
+    renderer: Renderer
+    config: BackendConfig
+    device: Device
+    source: str
+    """The operator's name of the files, for errors."""
+
+    def check(self, numbers: Numbers) -> None:
+        """Raise BackendFailed for the first setting that is not supported with this base."""
+        for setting, value, reason in self._asked():
+            if reason is not None:
+                raise BackendFailed(
+                    f"{self.source}: {setting} {value} (setting backend.{setting}) is not supported: {reason}"
+                )
+        if self.config.replay_routing and self._is_mamba2:
+            raise BackendFailed(
+                f"{self.source}: --replay-routing (setting backend.replay_routing) is not supported: nobody has"
+                f" compared replayed routers of {nemotron_h.ARCHITECTURE} with its engine; leave it off"
+            )
+        if self.config.full and (reason := self._untrained(numbers)) is not None:
+            raise BackendFailed(
+                f"{self.source}: training all weights (setting backend.full) is not supported: {reason}"
+            )
+
+    def _asked(self) -> Iterator[tuple[str, object, str | None]]:
+        """Yield settings that need support, their values, and the reasons why there is none."""
+        config = self.config
+        ranks = config.tensor_parallel or 1
+        divided = self._undivided(ranks)
+        one_rank = "set it to 1, and backend.engines to the number of GPUs to sample on"
+        yield "tensor_parallel", ranks, divided and f"{divided}; {one_rank}"
+        yield "context_parallel", config.context_parallel, self._unsliced(config.context_parallel)
+        if config.base_copies == 1:
+            unshared = self._unshared()
+            yield "base_copies", 1, unshared and f"{unshared}; set it to 2"
+        if config.base_precision is not None:
+            unpacked = self._unpacked()
+            yield "base_precision", config.base_precision, unpacked and f"{unpacked}; leave it out"
+
+    @property
+    def dtype(self) -> Dtype:
+        """The precision. Raises BackendFailed for one that the engine does not have."""
+        chosen = self.config.dtype
+        if self.device == "cpu" and self.renderer.family.needs_bfloat16_on_cpu:
+            if chosen == "float32":
+                raise BackendFailed(
+                    f"{self.source}: on the CPU the engine has its linear attention in bfloat16 alone; leave dtype at"
+                    " auto"
+                )
+            return "bfloat16"
+        if chosen != "auto":
+            return chosen
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def tensor_parallels(self) -> tuple[int, ...]:
+        """Numbers of ranks that an engine can have."""
+        return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self._undivided(ranks) is None)
+
+    @property
+    def context_parallels(self) -> tuple[int, ...]:
+        """Numbers of a trainer's ranks that can compute a microbatch together."""
+        return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self._unsliced(ranks) is None)
+
+    @property
+    def can_be_shared(self) -> bool:
+        """True if trainer and engine can map one copy of the base; unless it is asked for, only where a GPU has seen
+        it."""
+        is_asked = self.config.base_copies == 1
+        return self._unshared() is None and (is_asked or self._was_seen_shared)
+
+    @property
+    def _was_seen_shared(self) -> bool:
+        family = self.renderer.family
+        is_unseen = family.has_linear_attention or family.sees_whole_images or self._is(deepseek_v3.ARCHITECTURE)
+        return self.dtype == "bfloat16" and not (self.config.cluster or self._is_quantised or is_unseen)
+
+    def _unshared(self) -> str | None:
+        """Return the reason why trainer and engine cannot share one copy of the base, or None."""
+        config = self.config
+        if config.full:
+            return "with backend.full the trainer changes its own copy"
+        if config.base_precision is not None:
+            precision = config.base_precision
+            return f"with backend.base_precision {precision} the trainer has the base otherwise than the engine"
+        if (config.tensor_parallel or 1) > 1:
+            return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
+        if self._is_gpt_oss:
+            return "trainer and engine lay out gpt-oss's experts anew, and otherwise than its files"
+        if self._is_mamba2:
+            return "the engine has other numbers for Mamba2 than its files, and nobody has compared one copy"
+        if self.device == "cpu" and self.renderer.family.has_linear_attention:
+            return "on the CPU the engine packs the weights of linear attention anew"
+        return None
+
+    def _undivided(self, ranks: int) -> str | None:
+        """Return the reason why an engine of so many ranks would compute the base wrongly, or not at all, or None."""
+        if ranks == 1:
+            return None
+        if self.config.full:
+            return "with backend.full an engine takes whole models, which is not supported by ranks"
+        text_config = self.renderer.config.get_text_config()
+        for field, what in _DIVIDED.items():
+            count = getattr(text_config, field, None) or 0
+            if count % ranks:
+                return f"its {count} {what} cannot be divided evenly"
+        key_heads = text_config.num_key_value_heads
+        can_repeat = ranks % key_heads == 0 and not self._is_gpt_oss
+        if key_heads % ranks and not can_repeat:
+            return f"its key heads ({key_heads}) can be neither divided nor repeated evenly"
+        return None
+
+    def _unsliced(self, ranks: int) -> str | None:
+        """Return the reason why so many ranks of a trainer cannot compute slices of a microbatch, or None."""
+        if ranks == 1:
+            return None
+        if self.config.full:
+            return "with backend.full each rank has samples of its own; set it to 1"
+        text_config = self.renderer.config.get_text_config()
+        heads = {"heads": text_config.num_attention_heads}
+        if self.renderer.family.has_linear_attention:
+            shape = linear_attention(text_config)
+            heads |= {"heads of linear attention": shape.heads, "channels": shape.channels}
+        for what, count in heads.items():
+            if count % ranks:
+                return f"its {count} {what} cannot be divided evenly; set it to a divisor of {count}"
+        return None
+
+    def _unpacked(self) -> str | None:
+        """Return the reason why the base cannot stay in fp8, or was not seen to train so, or None."""
+        if not self._is_quantised or self._is_gpt_oss:
+            return "its files are not in fp8 by blocks, and the engine would sample from other numbers than are trained"
+        if getattr(self.renderer.config.get_text_config(), "num_experts_per_tok", 0):
+            return "experts are not kept in fp8"
+        if self.renderer.family.has_linear_attention:
+            return "it has not been compared with linear attention"
+        if self.config.train_vision:
+            return "it has not been compared with backend.train_vision"
+        if self.config.cluster:
+            return "it has not been compared on several machines"
+        return None
+
+    def _untrained(self, numbers: Numbers) -> str | None:
+        """Return the reason why not all weights can train, or None."""
+        if self.renderer.family.sees_whole_images:
+            return (
+                "its images' tokens see each other, and nobody has compared its trainer and its engine; train adapters"
+            )
+        if self._is_quantised:
+            return (
+                "the base is quantised, what is trained is in full precision, and its config would say otherwise;"
+                " serve the model's files in bfloat16"
+            )
+        if numbers.stacks:
+            return f"neither experts nor linear attention train so: {', '.join(numbers.stacks)}"
+        return None
+
+    @property
+    def _is_quantised(self) -> bool:
+        return quantisation(self.renderer.config) is not None
+
+    @property
+    def _is_gpt_oss(self) -> bool:
+        return bool(self.renderer.config.model_type == gpt_oss.MODEL_TYPE)
+
+    @property
+    def _is_mamba2(self) -> bool:
+        return self._is(nemotron_h.ARCHITECTURE)
+
+    def _is(self, architecture: str) -> bool:
+        return bool(self.renderer.config.architectures == [architecture])
