@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """Broken links, anchors, and pages that the navigation leaves out are errors."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stdout + built.stderr
