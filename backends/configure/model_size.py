@@ -143,8 +143,14 @@ class ModelSize:
     def kv_cache_bytes(self, context: int, tensor_parallel: int, device: str) -> int:
         """Return the least KV cache of an engine, of all its ranks together: a whole context, on the CPU two."""
         contexts = 2 if device == "cpu" else 1
+        more_states = 15 * self.state_bytes
+        return max(_LEAST_KV_CACHE[device], contexts * (self.context_bytes(context, tensor_parallel) + more_states))
+
+    def context_bytes(self, context: int, tensor_parallel: int) -> int:
+        """Return the bytes of a sequence of so many tokens in the KV cache of an engine, in all its ranks together:
+        each rank has a head of keys at least."""
         token_bytes = self.kv_token_bytes * max(self.key_heads, tensor_parallel) // self.key_heads
-        return max(_LEAST_KV_CACHE[device], contexts * (context * token_bytes + 16 * self.state_bytes))
+        return context * token_bytes + self.state_bytes
 
 
 def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dtype) -> ModelSize:

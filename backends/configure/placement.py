@@ -69,10 +69,12 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         tried = []
         for search in searches:
             for plan in search.laid_out(wish):
-                if plan.missing_bytes <= 0:
+                if plan.missing_bytes <= 0 and search.short_cache(plan) is None:
                     return search.given_out(search.enlarged(search.widened(plan), wish))
                 tried.append(plan)
     least = min(tried, key=lambda plan: plan.missing_bytes)
+    if (reason := searches[0].short_cache(least)) is not None:
+        raise BackendFailed(reason)
     gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
     where = "memory" if device == "cpu" else f"memory on GPU {gpu}"
     for_whom = ", ".join(f"{name}: {_wanted(demand, config)}" for name, demand in least.demands.items())
@@ -196,6 +198,19 @@ class _Search:
                 break
             plan = more
         return plan
+
+    def short_cache(self, plan: MemoryPlan) -> str | None:
+        """Return the reason why an engine's KV cache, of the size that is set, cannot hold a whole context, or None."""
+        if (asked := self._config.kv_cache_bytes) is None:
+            return None
+        for size in self._sizes:
+            context, ranks = plan.demands[size.name].context, len(plan.layouts[size.name].engines[0])
+            if asked < (least := size.context_bytes(context, ranks)):
+                return (
+                    f"{size.name}: a KV cache of {asked} bytes (setting backend.kv_cache_bytes) is less than the"
+                    f" {least} that a context of {context} tokens takes: set it to that, or set a shorter context"
+                )
+        return None
 
     def given_out(self, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan with what is left over on each GPU as memory for microbatches and KV cache."""

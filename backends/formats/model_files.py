@@ -174,12 +174,11 @@ _WITHOUT_KEYS = ("linear_attention", "mlp", "moe")
 """Kinds of layers that keep no keys and values; the last two have neither attention nor a state."""
 
 
-def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str, ranks: int = 1) -> int:
-    """Bytes of one token's keys and values in all layers that keep them, in all ranks of an engine together: each rank
-    has a head of keys at least."""
+def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
+    """Return the bytes of one token's keys and values in all layers that keep them."""
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     num_layers = sum(kind not in _WITHOUT_KEYS for kind in kinds)
-    num_heads = max(text_config.num_key_value_heads, ranks)
+    num_heads = text_config.num_key_value_heads
     return int(2 * num_layers * num_heads * head_width(text_config) * BYTES_PER_NUMBER[dtype])
 
 

@@ -9,7 +9,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from backends.families.family import Vision
 from backends.families.lora_names import ENGINE_MODULES
-from backends.formats.model_files import kv_bytes_per_token
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.patches import for_device, require_as_written
@@ -31,23 +30,6 @@ def check_version(found: str = vllm.__version__, device: str = "cpu") -> None:
             f"the sampler needs vLLM {VLLM_VERSION}, whose inside it changes, and found {found}: install that version"
         )
     require_as_written(for_device(PATCHES, device))
-
-
-def check_kv_cache(renderer: Renderer, config: ModelSpec) -> None:
-    """Raise BackendFailed for a cache that cannot hold one whole context.
-
-    The engine would refuse it too, but only deep in another process.
-    """
-    if config.kv_cache_bytes is None:
-        return
-    token_bytes = kv_bytes_per_token(renderer.config.get_text_config(), config.dtype, config.tensor_parallel)
-    num_tokens = config.kv_cache_bytes // token_bytes
-    if num_tokens < config.max_context_length:
-        raise BackendFailed(
-            f"kv_cache_bytes {config.kv_cache_bytes} holds {num_tokens} tokens, less than the context window of"
-            f" {config.max_context_length}: set it to {token_bytes * config.max_context_length} or more,"
-            " or set a smaller max_context_length"
-        )
 
 
 def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:

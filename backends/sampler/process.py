@@ -39,7 +39,7 @@ from backends.sampler.commands import (
     ShareRunning,
     Start,
 )
-from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
+from backends.sampler.engine import check_version, end_tokens, engine_args
 from backends.sampler.fair_admission import FairAdmission
 from backends.sampler.full_models import FullModelLoader
 from backends.sampler.grammars import Grammars
@@ -85,8 +85,7 @@ class SamplerProcess:
 
     @classmethod
     async def start(cls, spec: ModelSpec, progress: Progress | None = None) -> "SamplerProcess":
-        """Load the model; `progress` gets its activity. Raises BackendFailed for a KV cache that is too small,
-        or another version of vLLM."""
+        """Load the model; `progress` gets its activity. Raises BackendFailed for another version of vLLM."""
         check_version(device=spec.device)
         renderer = Renderer(
             spec.directory,
@@ -94,7 +93,6 @@ class SamplerProcess:
             max_image_pixels=spec.max_image_pixels,
             pixel_dtype=getattr(torch, spec.dtype),
         )
-        check_kv_cache(renderer, spec)
         (progress or Progress()).does("reads weights and prepares kernels")
         await asyncio.sleep(_EMIT_S)  # the report is sent before the engine blocks the event loop
         if spec.routing_dir is not None and spec.device == "cpu":

@@ -30,6 +30,7 @@ from backends.configure.nearest_fit import plan_or_suggest, suggestions
 from backends.configure.placement import make_plan, placement
 from backends.families.lora_names import trained_modules
 from backends.families.registry import find_family
+from backends.model_spec import Device
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import World
 from backends.trainer.lora.adapters import Adapters
@@ -208,6 +209,23 @@ def test_a_cache_that_is_set_is_planned_as_it_is_and_the_trainer_has_the_rest() 
     assert part(found, "engine", "KV cache") == 7 * GIB and part(found, "engine", "more KV cache") == 0
     assert part(found, "trainer", "more for microbatches") > 0
     assert found.of(0) == pytest.approx(found.totals[0], abs=4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cache_that_does_not_hold_a_context_shortens_it_or_is_refused_with_the_least_bytes(device: Device) -> None:
+    size = shape("4b")
+    of_8192 = size.context_bytes(8192, 1)
+    on = Machine(200 * GIB, [80 * GIB], ["card"])
+
+    def planned(num_bytes: int, context: int | None = None) -> int:
+        asked = BackendConfig(kv_cache_bytes=num_bytes, max_context_length=context)
+        return plan_or_suggest([size], asked, on, device).demands["4b"].context
+
+    assert planned(of_8192) == planned(of_8192, 8192) == 8192
+    with pytest.raises(BackendFailed, match=rf"less than the {of_8192} that a context of 8192 .* --max-context 7168"):
+        planned(of_8192 - 1)
+    with pytest.raises(BackendFailed, match=r"4b: a KV cache of 1073741824 bytes .* that a context of 32768 tokens"):
+        planned(GIB, 32768)
 
 
 ONE_COPY = [("32b", "H200"), ("30b-a3b", "H200"), ("4b", "L4"), ("70b", "H100:4")]
