@@ -21,9 +21,10 @@ from backends.files import make_directory, written_aside
 from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import StackedFile, TargetModules, to_files
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.trainer.distributed import to_broadcast
+from backends.trainer.distributed import World, agreed, on_rank_zero, to_broadcast
 from backends.trainer.lora.linear import ALPHA
-from backends.trainer.trained_weights import GradientState
+from backends.trainer.optimizer import all_finite
+from backends.trainer.trained_weights import GradientState, TrainedModel
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
@@ -37,6 +38,21 @@ def write_directory(directory: Path, write: Callable[[Path], None], *, durable: 
     with written_aside(directory, durable=durable) as aside:
         make_directory(aside)  # and the folder that it is in, if another's deletion has just left that empty
         write(aside)
+
+
+def write_on_rank_zero(directory: Path, write: Callable[[Path], None], world: World, *, durable: bool = True) -> None:
+    """Write a directory on rank 0. A failure is raised on every rank."""
+    on_rank_zero(lambda: write_directory(directory, write, durable=durable), world)
+
+
+def require_finite(model: TrainedModel, world: World) -> None:
+    """Raise InvalidInput on every rank if a weight of any is NaN or infinite."""
+
+    def require() -> None:
+        if not all_finite(list(model.parameters)):
+            raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
+
+    agreed(require, world)
 
 
 class SnapshotWriter:

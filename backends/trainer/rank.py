@@ -111,7 +111,7 @@ class TrainerRank:
             if self._world.rank == 0:
                 finished.append((one.number, one.output(shares)))
         if not self._requests:
-            self._runner.cancel_prefetch()
+            self.base.renderer.cancel_prefetch()
         return ComputedMicrobatch(finished, computed)
 
     def _admit(self, new: Sequence[NewRequest]) -> dict[int, Exception]:

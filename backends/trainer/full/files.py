@@ -7,7 +7,7 @@ leaves the model as it was.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ class FullFiles:
 
         Raises InvalidInput if its weights or its scores are not finite.
         """
-        self._require_finite(model)
+        checkpoint_files.require_finite(model, self._world)
         agreed(load_check.check_finite, self._world)
         self._weights.load([model])
         base = self._weights.root.model
@@ -62,18 +62,18 @@ class FullFiles:
                     shutil.copyfile(file, aside / file.name)
             (aside / LOAD_CHECK_FILE).write_text(json.dumps(load_check.to_metadata()))
 
-        self._write(directory, write, durable=False)
+        checkpoint_files.write_on_rank_zero(directory, write, self._world, durable=False)
 
     def save_state(self, model: FullModel, directory: Path) -> None:
         """Save masters and optimizer. Raises InvalidInput if a master is not finite."""
-        self._require_finite(model)
+        checkpoint_files.require_finite(model, self._world)
         masters, moments = self._all_gathered(dict(model.masters)), self._moments(model)
 
         def write(aside: Path) -> None:
             save_file(masters, aside / MASTERS_FILE)
             checkpoint_files.write_optimizer(aside, moments)
 
-        self._write(directory, write)
+        checkpoint_files.write_on_rank_zero(directory, write, self._world)
 
     def load_state(self, model: FullModel, directory: Path, *, with_optimizer: bool) -> None:
         """Load a saved state; the gradient is cleared, and without its state the optimizer starts afresh."""
@@ -97,7 +97,7 @@ class FullFiles:
 
     def begin_snapshot(self, model: FullModel, directory: Path) -> None:
         """Copy masters, optimizer and the accumulated gradient; rank 0's thread writes the copy."""
-        self._require_finite(model)
+        checkpoint_files.require_finite(model, self._world)
         masters, moments = self._all_gathered(dict(model.masters)), self._moments(model)
         of_masters = {name: one.grad for name, one in model.masters.items() if one.grad is not None}
         gradient, state = self._all_gathered(of_masters), model.gradient
@@ -121,13 +121,6 @@ class FullFiles:
         for name, one in self._scattered(gradient, "gradient").items():
             model.masters[name].grad = one
         model.gradient = gather_objects(state, self._world)[0]
-
-    def _require_finite(self, model: FullModel) -> None:
-        def require() -> None:
-            if not all_finite(list(model.parameters)):
-                raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
-
-        agreed(require, self._world)
 
     def _all_gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All-gather shards of parameters: whole tensors with memory of their own on rank 0, none on the others."""
@@ -165,9 +158,6 @@ class FullFiles:
                 )
         if not all_finite(list(tensors.values())):
             raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
-
-    def _write(self, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
-        on_rank_zero(lambda: checkpoint_files.write_directory(directory, write, durable=durable), self._world)
 
 
 def _read(directory: Path) -> dict[str, Tensor]:

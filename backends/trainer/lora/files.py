@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from backends.formats.load_check import LoadCheck
-from backends.protocol import InvalidInput
 from backends.trainer import checkpoint_files
-from backends.trainer.distributed import World, agreed, gather_objects, on_rank_zero
+from backends.trainer.distributed import World, gather_objects, on_rank_zero
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.lora.saved_adapter import read_adapter
-from backends.trainer.optimizer import all_finite
 from backends.trainer.trained_weights import GradientState
 
 
@@ -41,7 +39,7 @@ class LoraFiles:
         """
 
         dtype = torch.float32 if for_elsewhere else self._dtype
-        self._require_finite(model)
+        checkpoint_files.require_finite(model, self._world)
         wholes = model.halves(dtype)
 
         def write(aside: Path) -> None:
@@ -54,18 +52,18 @@ class LoraFiles:
                 stacks = [(targets, *half) for targets, half in zip(model.target_modules, halves, strict=True)]
                 checkpoint_files.write_stacked(aside, stacks, model.config, self._base_model, load_check)
 
-        self._write(directory, write, durable=False)
+        checkpoint_files.write_on_rank_zero(directory, write, self._world, durable=False)
 
     def save_state(self, model: LoraModel, directory: Path) -> None:
         """Save adapter and optimizer. Raises InvalidInput if the adapter is not finite."""
-        self._require_finite(model)
+        checkpoint_files.require_finite(model, self._world)
         weights, moments = model.masters(), model.optimizer_state()
 
         def write(aside: Path) -> None:
             checkpoint_files.write_adapter(aside, weights, model.config, self._base_model)
             checkpoint_files.write_optimizer(aside, moments)
 
-        self._write(directory, write)
+        checkpoint_files.write_on_rank_zero(directory, write, self._world)
 
     def load_state(self, model: LoraModel, directory: Path, *, with_optimizer: bool) -> None:
         """Load a saved adapter; the gradient is cleared, and without its state the optimizer starts afresh."""
@@ -81,7 +79,7 @@ class LoraFiles:
         """Copy adapter, optimizer and the accumulated gradient; rank 0's thread writes the copy."""
         if model.gradient == "whole":
             model.move_gradient()  # or the next step would count it again
-        self._require_finite(model)
+        checkpoint_files.require_finite(model, self._world)
         wholes = (model.masters(), model.optimizer_state())
 
         def copy() -> Callable[[Path], None]:
@@ -113,16 +111,6 @@ class LoraFiles:
 
         state = on_rank_zero(read, self._world) or "none"
         model.gradient = gather_objects(state, self._world)[0]
-
-    def _write(self, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
-        on_rank_zero(lambda: checkpoint_files.write_directory(directory, write, durable=durable), self._world)
-
-    def _require_finite(self, model: LoraModel) -> None:
-        def require() -> None:
-            if not all_finite(list(model.parameters)):
-                raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
-
-        agreed(require, self._world)
 
 
 def host_halves(halves: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

@@ -89,10 +89,6 @@ class MicrobatchRunner:
         layers = memory.layers_for(-(-most // self._world.num_slices))
         return largest(layers, self._world) if self._base.is_coupled else layers
 
-    def cancel_prefetch(self) -> None:
-        """Release prefetched images: no request is in flight, and one that failed may have left some."""
-        self._base.renderer.cancel_prefetch()
-
     def _limit_s(self, members: Members) -> float:
         """Largest number of seconds that a microbatch takes."""
         num_images = sum(one.num_images(indices) for one, indices in members.items())
