@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from backends.model_spec import Placement
+from backends.model_spec import ModelSpec
 
 Process = Literal["trainer", "engine", "holder"]
 
@@ -119,23 +119,10 @@ class MemoryPart:
 class ExaminedModel:
     """A model as it would be served here, according to its files."""
 
-    name: str
-    arch: str
-    takes_images: bool
-    dtype: str
-    weight_bytes: int
-    """Bytes of one copy; the trainer and each engine have one."""
+    spec: ModelSpec
+    """Without a placement if the models do not fit."""
     kv_cache_bytes: int
     """Least KV cache of its sampler."""
-    context: int
-    max_lora_rank: int
-    adapter_slots: int
-    replicates: bool
-    """True if each of its trainer's ranks has the whole base."""
-    context_parallel: int
-    """Ranks of its trainer that compute each packed microbatch together."""
-    placement: Placement | None
-    """Its place; None if the models do not fit."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         device=device,
         main_bytes=machine.main_bytes,
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
-        models=[_examined(model, is_planned=bool(parts)) for model in found],
+        models=[_examined(model) for model in found],
         parts=parts,
         patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in PATCHES],
         idle=idle,
@@ -77,20 +77,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _examined(model: FoundModel, *, is_planned: bool) -> ExaminedModel:
+def _examined(model: FoundModel) -> ExaminedModel:
     spec = model.spec
-    return ExaminedModel(
-        name=spec.name,
-        arch=spec.arch,
-        takes_images=spec.takes_images,
-        dtype=spec.dtype,
-        weight_bytes=spec.weight_bytes,
-        kv_cache_bytes=spec.kv_cache_bytes
-        or model.size.kv_cache_bytes(spec.max_context_length, spec.tensor_parallel, spec.device),
-        context=spec.max_context_length,
-        max_lora_rank=spec.max_lora_rank,
-        adapter_slots=spec.adapter_slots,
-        replicates=spec.mesh.shard == 1,
-        context_parallel=spec.mesh.context,
-        placement=spec.placement if is_planned else None,
-    )
+    planned = model.size.kv_cache_bytes(spec.max_context_length, spec.tensor_parallel, spec.device)
+    return ExaminedModel(spec, spec.kv_cache_bytes or planned)

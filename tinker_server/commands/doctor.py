@@ -48,34 +48,37 @@ def models(found: Examination) -> Table:
     """Make a table with one row per model; names that share a source are loaded once."""
     table = Table("model", "kind", "images", "precision", "one copy", "KV cache", "context", "largest rank", "slots")
     for model in found.models:
+        spec = model.spec
         table.add_row(
-            model.name,
-            model.arch,
-            "yes" if model.takes_images else "no",
-            model.dtype,
-            f"{model.weight_bytes / GIB:.2f} GiB",
+            spec.name,
+            spec.arch,
+            "yes" if spec.takes_images else "no",
+            spec.dtype,
+            f"{spec.weight_bytes / GIB:.2f} GiB",
             f"{model.kv_cache_bytes / GIB:.2f} GiB",
-            str(model.context),
-            str(model.max_lora_rank),
-            str(model.adapter_slots),
+            str(spec.max_context_length),
+            str(spec.max_lora_rank),
+            str(spec.adapter_slots),
         )
     return table
 
 
 def places(found: Examination) -> Iterator[str]:
     """Yield a line for each model on GPUs: which ones its trainer and each engine get, and how much of them."""
-    for model in found.models:
-        if model.placement is None or not model.placement.gpus:
+    for spec in (model.spec for model in found.models):
+        placement = spec.placement
+        if not placement.gpus:
             continue
-        placement = model.placement
         ranks = ", ".join(map(str, placement.gpus))
-        share = "" if len(placement.gpus) == 1 else ", the whole base" if model.replicates else ", a shard of the base"
-        if model.context_parallel > 1:
-            share += f", {model.context_parallel} for the tokens of each microbatch"
+        share = ""
+        if len(placement.gpus) > 1:
+            share = ", the whole base" if spec.mesh.shard == 1 else ", a shard of the base"
+        if spec.mesh.context > 1:
+            share += f", {spec.mesh.context} for the tokens of each microbatch"
         engines = "; ".join(f"GPU {', '.join(map(str, gpus))}" for gpus in placement.engines)
         smallest = min(found.gpus[gpu][1] for engine in placement.engines for gpu in engine)
         yield (
-            f"{model.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB each{share};"
+            f"{spec.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB each{share};"
             f" {len(placement.engines)} engine{'s' if len(placement.engines) > 1 else ''} on {engines},"
             f" {placement.sampler_fraction * smallest / GIB:.1f} GiB of each"
         )
@@ -83,7 +86,7 @@ def places(found: Examination) -> Iterator[str]:
 
 def image_prompts(found: Examination) -> Iterator[str]:
     """Yield a line on the main memory that image prompts in flight may take, where a model takes images."""
-    if any(model.takes_images for model in found.models):
+    if any(model.spec.takes_images for model in found.models):
         yield (
             f"image prompts in flight take up to {MAX_IMAGE_BYTES / GIB:.1f} GiB of main memory for each owner, beside"
             " the features of their images"
