@@ -10,7 +10,6 @@ row releases it. So whatever a crash interrupts, the next server knows what to d
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -27,6 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from backends.files import flush, make_directory, written_aside
 from tinker_server.errors import DatabaseUnavailable, StartFailed
 from tinker_server.store.database import Database
+from tinker_server.store.lease import locked
 from tinker_server.store.tables import UnreferencedDirectory
 
 log = logging.getLogger(__name__)
@@ -245,15 +245,11 @@ def link(source: str, target: str) -> None:
 @contextlib.contextmanager
 def hold(data_dir: Path) -> Iterator[None]:
     """Make the data directory, for this user alone, and keep other servers out of it. Raises StartFailed."""
+    what = f"the data directory {data_dir}"
     try:
         make_directory(data_dir, 0o700)
         data_dir.chmod(0o700)
-        lock = (data_dir / "lock").open("w")
     except OSError as error:
-        raise StartFailed(f"the data directory {data_dir} cannot be used: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StartFailed(f"another server uses the data directory {data_dir}") from None
+        raise StartFailed(f"{what} cannot be used: {error.strerror}") from None
+    with locked(data_dir / "lock", what):
         yield

@@ -122,17 +122,23 @@ def _file_lock(database: str | None) -> Iterator[None]:
     if not database or database == ":memory:":
         yield
         return
-    path = Path(f"{database}.lock")
+    with locked(Path(f"{database}.lock"), f"the database {database}"):
+        yield
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Lock a file, which is made, against other servers. Raises StartFailed, with `what` it is the lock of."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
-        raise StartFailed(f"the database {database} cannot be used: {error.strerror}") from None
+        raise StartFailed(f"{what} cannot be used: {error.strerror}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise StartFailed(f"another server uses the database {database}") from None
+            raise StartFailed(f"another server uses {what}") from None
         yield
 
 
