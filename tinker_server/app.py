@@ -166,9 +166,9 @@ async def serving(
 
 
 def _described_backend(settings: Settings, on_loading: OnLoading) -> Backend:
-    from backends.configure.create import create_backend  # slow to import: brings torch and vLLM
+    from backends.configure.create import LocalBackend  # slow to import: brings torch and vLLM
 
-    return create_backend(settings.resolved_backend(), on_loading)
+    return LocalBackend(settings.resolved_backend(), on_loading)
 
 
 def build_services(

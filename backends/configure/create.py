@@ -22,7 +22,6 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import launch_sampler, launch_trainer, local_address
 from backends.protocol import (
-    Backend,
     EngineUse,
     GpuState,
     NodeState,
@@ -103,6 +102,7 @@ class LocalBackend:
     """`protocol.Backend` on this machine."""
 
     def __init__(self, config: BackendConfig, on_loading: OnLoading = ignore_loading) -> None:
+        """`on_loading` is called whenever a process gets ready."""
         self._config = config
         self._on_loading = on_loading
         self._models: dict[str, LocalModel] = {}
@@ -138,7 +138,7 @@ class LocalBackend:
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
-        return read_gpus({gpu for one in self._loaded() for gpu in (*one.spec.placement.gpus, *_engine_gpus(one))})
+        return read_gpus({gpu for one in self._loaded() for gpu in one.spec.base_gpus if gpu is not None})
 
     def nodes(self) -> list[NodeState]:
         """Implement the protocol."""
@@ -158,15 +158,6 @@ class LocalBackend:
     def _loaded(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""
         return list({id(model.trainer): model for model in reversed(self._models.values())}.values())[::-1]
-
-
-def create_backend(config: BackendConfig, on_loading: OnLoading = ignore_loading) -> Backend:
-    """Make a backend, not yet started. `on_loading` is called whenever its processes get ready."""
-    return LocalBackend(config, on_loading)
-
-
-def _engine_gpus(model: LocalModel) -> list[int]:
-    return sorted({gpu for engine in model.spec.placement.engines for gpu in engine})
 
 
 def _outline(model: LocalModel) -> str:

@@ -86,11 +86,7 @@ class Keys:
 
         Raises BadRequest if the token is not a key.
         """
-        if token is None or self.is_open:
-            return {owner}
-        if not (other := self._lender(token)):
-            raise BadRequest(NO_KEY)
-        return {owner, other}
+        return self.readers_by_seal(owner, None if token is None else self.sealed(token))
 
     def sealed(self, token: str) -> str:
         """Return a string that is stored instead of a weights_access_token: the key's owner, or none."""

@@ -7,7 +7,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 NATS = (1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
-OUTCOMES = ("done", "user_error", "server_error")
 
 
 class Metrics:

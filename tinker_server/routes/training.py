@@ -18,14 +18,13 @@ from api_schemas.training import (
     UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
-from tinker_server.errors import Busy, SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
+from tinker_server.errors import SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
 from tinker_server.store.futures.records import UNLOAD_SUFFIX
 from tinker_server.web.deps import Caller, Runs, ServedModels
-from tinker_server.web.refusals import SUBMIT, refused
+from tinker_server.web.refusals import OF_MODEL, SUBMIT, refused
 from tinker_server.web.submission import OwnModels, Submission, body_of
 
 router = APIRouter()
-OF_MODEL = refused(UnknownModel, SessionFinished, Busy, *SUBMIT)
 
 
 @router.post(

@@ -11,12 +11,11 @@ from api_schemas.weights import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinker_server.errors import BadRequest, Busy, SessionFinished, UnknownModel, UnknownSession
-from tinker_server.web.refusals import SUBMIT, refused
+from tinker_server.errors import BadRequest, SessionFinished, UnknownModel, UnknownSession
+from tinker_server.web.refusals import OF_MODEL, SUBMIT, refused
 from tinker_server.web.submission import OwnModels, Submission, body_of
 
 router = APIRouter()
-OF_MODEL = refused(UnknownModel, SessionFinished, Busy, *SUBMIT)
 
 
 @router.post("/save_weights", response_model_exclude_none=True, responses=OF_MODEL)

@@ -2,7 +2,14 @@
 
 from api_schemas.base import Response
 from api_schemas.wire import JSON
-from tinker_server.errors import SequenceConflict, ShuttingDown, TinkerServerError
+from tinker_server.errors import (
+    Busy,
+    SequenceConflict,
+    SessionFinished,
+    ShuttingDown,
+    TinkerServerError,
+    UnknownModel,
+)
 
 REF = "#/components/schemas/{model}"
 BINARY = {"type": "string", "format": "binary"}
@@ -34,3 +41,7 @@ def refused(*kinds: type[TinkerServerError]) -> Described:
 def refusal(text: str) -> dict[str, object]:
     """Describe an answer whose body is an Error."""
     return {"description": text, "content": {JSON: {"schema": {"$ref": REF.format(model=Error.__name__)}}}}
+
+
+OF_MODEL = refused(UnknownModel, SessionFinished, Busy, *SUBMIT)
+"""Refusals of every submit of an operation on a model."""
