@@ -91,7 +91,7 @@ class RemoteReplicas:
         return None
 
     def _part(self, gpu: int, offer: Offer) -> float:
-        """The part of a GPU of a machine that its engines and the ranks of all its models would take."""
+        """Return the part of a GPU of a machine that its engines and the ranks of all its models would take."""
         part = 0.0
         for spec in {id(trainer): spec for spec, trainer in map(self._trainers.__getitem__, offer.models)}.values():
             placement = spec.placement

@@ -29,7 +29,7 @@ class BiasedExperts(nn.Module):
         self.down_bias = parameter(num_experts, hidden)
 
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """[T, H], expert by expert: what LoRA's products are compared with at start."""
+        """Return [T, H], computed expert by expert: LoRA's products are compared with it at start."""
         total_TH = torch.zeros_like(hidden_TH)
         for expert in experts_TK.unique().tolist():
             tokens, places = (experts_TK == expert).nonzero(as_tuple=True)

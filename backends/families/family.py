@@ -110,8 +110,8 @@ class Vision(Protocol):
         """The token by which a chat template marks an image; `image_ids` replace it."""
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
-        """[N] int64: the image's token ids, with those that the model's own processor writes around and between its
-        parts."""
+        """Return [N] int64, the image's token ids, with those that the model's own processor writes around and between
+        its parts."""
 
     @property
     def feature_id(self) -> int:
@@ -126,7 +126,7 @@ class Vision(Protocol):
         """Normalises those pixels as the model's own processor does: [P, ...] of the dtype, on their device."""
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
-        """Bytes of the pixels that `process` gives."""
+        """Return the bytes of the pixels that `process` gives."""
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """Return those tensors of `process` that depend on the image's size alone."""
@@ -156,7 +156,8 @@ class Family(Protocol):
         """Return transformers' attn_implementation; `decoder` names the language model's."""
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[1, T] or [R, 1, T] int64: one input's positions, which restart with every input of a packed microbatch."""
+        """Return [1, T] or [R, 1, T] int64, one input's positions, which restart with every input of a packed
+        microbatch."""
 
     @property
     def has_linear_attention(self) -> bool:

@@ -92,11 +92,11 @@ class Gemma3Vision:
         return len(self._ids_N)
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
-        """[N] int64."""
+        """Implement `Vision.image_ids`."""
         return self._ids_N
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """pixel_values [1, 3, S, S], and num_patches [1] for the engine."""
+        """Return pixel_values [1, 3, S, S], and num_patches [1] for the engine."""
         return {"pixel_values": self._processor(rgb)["pixel_values"], "num_patches": torch.tensor([1])}
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
@@ -104,7 +104,7 @@ class Gemma3Vision:
         return tiles_bytes(1, self._side, self._side)
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
-        """num_patches [1]."""
+        """Return num_patches [1]."""
         return {"num_patches": torch.tensor([1])}
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
@@ -113,7 +113,7 @@ class Gemma3Vision:
 
 
 def _require_windows(config: PretrainedConfig, source: str) -> None:
-    """Raises BackendFailed for windows shorter than an image: transformers hides an image's tokens from each other
+    """Raise BackendFailed for windows shorter than an image: transformers hides an image's tokens from each other
     beyond the window, and the engine then has the whole image causal."""
     text = config.get_text_config()
     if text.sliding_window is not None and text.sliding_window < config.mm_tokens_per_image:

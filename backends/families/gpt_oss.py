@@ -60,7 +60,7 @@ def has_own_experts(module: nn.Module) -> bool:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """The experts' activation."""
+    """Apply the experts' activation."""
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
@@ -72,8 +72,8 @@ def uninterleaved(gate_up: Tensor, num_parts: int = 1) -> Tensor:
 
 
 def dequantised(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> Tensor:
-    """[E, I, O], inputs before outputs as in files that are not quantised. Each of the X bytes has two numbers, the
-    first in its lower half. In bfloat16 nothing is rounded."""
+    """Return [E, I, O], inputs before outputs as in files that are not quantised. Each of the X bytes has two numbers,
+    the first in its lower half. In bfloat16 nothing is rounded."""
     table = torch.tensor([*_MXFP4, *(-one for one in _MXFP4)], dtype=torch.float32, device=blocks_EOBX.device)
     halves = torch.stack([blocks_EOBX & 0x0F, blocks_EOBX >> 4], -1).flatten(-2)
     numbers = torch.ldexp(table[halves.int()], scales_EOB.int()[..., None] - _BIAS)

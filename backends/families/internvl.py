@@ -79,11 +79,11 @@ class InternVLVision:
         return num_tiles + 1 if num_tiles > 1 else 1
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
-        """[N] int64."""
+        """Implement `Vision.image_ids`."""
         return np.array([self._begin, *[self.feature_id] * (span.num_tokens - 2), self._end])
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """pixel_values [P, 3, S, S], and the engine's description of them."""
+        """Return pixel_values [P, 3, S, S], and the engine's description of them."""
         tiles_P3SS = self._processor(rgb)["pixel_values"]
         return {"pixel_values": tiles_P3SS, **self._described(len(tiles_P3SS))}
 

@@ -45,8 +45,8 @@ class ImageProcessor:
         return features | {"pixel_values": _of_one(features["pixel_values"])}
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """[P, ...] of `dtype`, rounded from the processor's own values in float32, on the device of `pixels` [P,
-        ...]."""
+        """Return [P, ...] of `dtype`, rounded from the processor's own values in float32, on the device of `pixels`
+        [P, ...]."""
         if pixels.device not in self._affine_on:
             self._affine_on[pixels.device] = [to_device(part_C[:, None], pixels.device) for part_C in self._affine_C]
         mean_C1, std_C1 = self._affine_on[pixels.device]
@@ -64,7 +64,7 @@ class ImageProcessor:
         return own.image_mean, own.image_std
 
     def _test(self, source: str) -> None:
-        """Raises BackendFailed unless the two steps give what the processor gives in one."""
+        """Raise BackendFailed unless the two steps give what the processor gives in one."""
         for size in _TESTED:
             noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8))
             pixels = self(noise)["pixel_values"]
@@ -76,5 +76,5 @@ class ImageProcessor:
 
 
 def _of_one(pixels: Tensor) -> Tensor:
-    """[P, ...]: some processors give [images, P, 3, height, width]."""
+    """Return [P, ...]: some processors give [images, P, 3, height, width]."""
     return pixels[0] if pixels.dim() == 5 else pixels

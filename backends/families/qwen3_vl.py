@@ -63,7 +63,7 @@ class Qwen3VL:
         return {"text_config": decoder, "vision_config": "sdpa"}
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[4, 1, T] int64: the position in the text, then time, height and width.
+        """Return [4, 1, T] int64: the position in the text, then time, height and width.
 
         transformers builds the mask between packed samples from index 0. Without it samples attend to each other, and
         no error is raised.
@@ -122,7 +122,7 @@ class Qwen3VLVision:
         return grid[0] * grid[1]
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
-        """[N] int64."""
+        """Implement `Vision.image_ids`."""
         return np.full(span.num_tokens, self.placeholder_id)
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class Qwen3VLVision:
         return self.num_tokens(grid) * self._processor.side**2 * 3
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
-        """image_grid_thw [1, 3]."""
+        """Return image_grid_thw [1, 3]."""
         merge: int = self._processor.own.merge_size
         return {"image_grid_thw": torch.tensor([[1, span.grid[0] * merge, span.grid[1] * merge]])}
 
@@ -182,7 +182,7 @@ class Qwen3VLTower:
         return [tuple(part.clone() for part in features) for features in of_image]
 
     def _embed(self, pixels_PD: Tensor) -> Tensor:
-        """[P, E]: each patch is embedded alone, so its convolution is one product.
+        """Return [P, E]: each patch is embedded alone, so its convolution is one product.
 
         As nn.Conv3d on a GPU, it takes nine tenths of the whole tower's time.
         """
@@ -204,12 +204,12 @@ class Qwen3VLTower:
 
 
 def _sizes(images: Sequence[RenderedImage]) -> Tensor:
-    """[images, 3]: frames, rows and columns of patches."""
+    """Return [images, 3]: frames, rows and columns of patches."""
     return torch.cat([image.tensors["image_grid_thw"] for image in images])
 
 
 def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-    """[3, T] temporal, height and width positions of one input (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """Return [3, T] temporal, height and width positions of one input (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     Equals transformers' `get_rope_index`, but goes by spans: two images with no text between them stay two images.
     """
@@ -261,7 +261,7 @@ def _attend(
     position_embeddings: tuple[Tensor, Tensor],
     **_: object,
 ) -> Tensor:
-    """[P, E], as transformers' own forward; cosines and sines are [P, A]."""
+    """Return [P, E], as transformers' own forward; cosines and sines are [P, A]."""
     from backends.kernels.rotary import rotate
 
     qkv = rotate(attention.qkv(hidden_PE), *position_embeddings)

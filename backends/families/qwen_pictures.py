@@ -22,7 +22,7 @@ class PictureProcessor(ImageProcessor):
         return int(self.own.patch_size * self.own.merge_size)
 
     def __call__(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """pixel_values [H, W, 3] in bytes, and image_grid_thw [1, 3], in patches before merging."""
+        """Return pixel_values [H, W, 3] in bytes, and image_grid_thw [1, 3], in patches before merging."""
         own = self.own
         (resized_3HW,) = own.resize(pil_to_tensor(rgb)[None], size=own.size, resample=own.resample, factor=self.side)
         height, width = (length // own.patch_size for length in resized_3HW.shape[1:])
@@ -30,11 +30,11 @@ class PictureProcessor(ImageProcessor):
         return {"pixel_values": resized_3HW.permute(1, 2, 0).contiguous(), "image_grid_thw": grid_13}
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """[P, D] of `dtype`, from a picture [H, W, 3]."""
+        """Return [P, D] of `dtype`, from a picture [H, W, 3]."""
         return self.normalised_patches(self.cut(pixels), dtype)
 
     def cut(self, picture_HW3: Tensor) -> Tensor:
-        """[P, D]: patches that will be merged are adjacent; each has its channels one after the other, and every
+        """Return [P, D]: patches that will be merged are adjacent; each has its channels one after the other, and every
         channel once for each frame."""
         own = self.own
         size, merge = own.patch_size, own.merge_size
@@ -44,5 +44,5 @@ class PictureProcessor(ImageProcessor):
         return frames.reshape(rows * columns * merge**2, -1)
 
     def normalised_patches(self, bytes_PD: Tensor, dtype: torch.dtype) -> Tensor:
-        """[P, D] of `dtype`, from patches of any pictures."""
+        """Return [P, D] of `dtype`, from patches of any pictures."""
         return super().normalised(bytes_PD, dtype)

@@ -13,7 +13,7 @@ from backends.protocol import BackendFailed
 
 
 def check_rotation(text_config: PretrainedConfig, context: int, source: str) -> None:
-    """Raises BackendFailed if a sample within `context` tokens may change the rotation of others in its microbatch."""
+    """Raise BackendFailed if a sample within `context` tokens may change the rotation of others in its microbatch."""
     for parameters in _by_layer_type(text_config):
         rope_type = str(parameters.get("rope_type", "default"))
         original = _original_length(rope_type, parameters, text_config)

@@ -96,11 +96,11 @@ class SmolVLMVision:
         return len(self._layout(grid))
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
-        """[N] int64."""
+        """Implement `Vision.image_ids`."""
         return self._layout(span.grid)
 
     def _layout(self, grid: tuple[int, int]) -> np.ndarray:
-        """[N] int64, from the model's own processor's text by its tokenizer."""
+        """Return [N] int64, from the model's own processor's text by its tokenizer."""
         with self._lock:  # encoding changes a tokenizer's settings
             if grid not in self._layouts:
                 text = self._text(grid)
@@ -117,8 +117,8 @@ class SmolVLMVision:
         return "".join(f"{line}\n" for line in lines) + ("\n" if lines else "") + AROUND + WHOLE + tile + AROUND
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """pixel_values [P, 3, S, S], and for the engine pixel_attention_mask [P, S, S], all true, and num_patches
-        [1]."""
+        """Return pixel_values [P, 3, S, S], and for the engine pixel_attention_mask [P, S, S], all true, and
+        num_patches [1]."""
         tiles_P3SS = self._processor(rgb)["pixel_values"]
         mask_PSS = torch.ones(len(tiles_P3SS), *tiles_P3SS.shape[2:], dtype=torch.bool)
         return {
@@ -136,7 +136,7 @@ class SmolVLMVision:
         return grid[0] * grid[1] + 1
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
-        """num_patches [1]."""
+        """Return num_patches [1]."""
         return {"num_patches": torch.tensor([self._num_tiles(span.grid)])}
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:

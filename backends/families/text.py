@@ -48,7 +48,7 @@ class Text:
         return decoder
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[1, T] int64."""
+        """Return [1, T] int64."""
         return np.arange(length)[None]
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:

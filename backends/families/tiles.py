@@ -34,7 +34,7 @@ class Tiled:
         return {"text_config": decoder, "vision_config": "sdpa"}
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[1, T] int64: an image's tokens count like any others."""
+        """Return [1, T] int64: an image's tokens count like any others."""
         return np.arange(length)[None]
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:

@@ -71,8 +71,8 @@ def check_files(directory: Path, source: str) -> None:
 
 
 def dequantised(weight_NK: Tensor, scale_IJ: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., N, K]: each number times its block's scale, multiplied in float32 and rounded once. The last blocks have as
-    many numbers as are left; a stack of matrices has its scales in a stack."""
+    """Return [..., N, K]: each number times its block's scale, multiplied in float32 and rounded once. The last blocks
+    have as many numbers as are left; a stack of matrices has its scales in a stack."""
     num_outputs, num_inputs = weight_NK.shape[-2:]
     scale_IK = scale_IJ.float().repeat_interleave(BLOCK, -1)[..., :num_inputs]
     scale_NK = scale_IK.repeat_interleave(BLOCK, -2)[..., :num_outputs, :]

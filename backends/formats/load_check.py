@@ -50,7 +50,7 @@ class LoadCheck:
         return image_and_text(self.image, self.token_ids)
 
     def check_finite(self) -> None:
-        """Raises InvalidInput if a score is not finite: no sampler could use such weights."""
+        """Raise InvalidInput if a score is not finite: no sampler could use such weights."""
         if not np.isfinite([*self.logprobs, *self.logprobs_behind_image]).all():
             raise InvalidInput(
                 "the model's log probabilities are not finite: its weights have diverged; load a checkpoint, and"
@@ -58,11 +58,11 @@ class LoadCheck:
             )
 
     def check_same(self, logprobs: np.ndarray, dtype: str) -> None:
-        """Raises BackendFailed if `logprobs`, computed in `dtype` by the loader of the weights, differ."""
+        """Raise BackendFailed if `logprobs`, computed in `dtype` by the loader of the weights, differ."""
         _check_same("a test text", np.array(self.logprobs), logprobs, dtype)
 
     def check_same_behind_image(self, logprobs: np.ndarray, dtype: str) -> None:
-        """As `check_same`, for the text behind the image."""
+        """Check as `check_same`, but the text behind the image."""
         _check_same("a text behind a test image", np.array(self.logprobs_behind_image), logprobs, dtype)
 
     def to_metadata(self) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _check_same(what: str, expected: np.ndarray, logprobs: np.ndarray, dtype: st
 
 
 def load_check_tokens(vocab_size: int, placeholders: Collection[int]) -> np.ndarray:
-    """[T] int64: a few ids from the first half of the vocabulary, repeated; none of an image's."""
+    """Return [T] int64: a few ids from the first half of the vocabulary, repeated; none of an image's."""
     ids = [token for token in range(1, vocab_size // 2, max(1, vocab_size // 20)) if token not in placeholders]
     return np.resize(np.array(ids[:_PERIOD], np.int64), _NUM_TOKENS)
 
@@ -107,6 +107,6 @@ def load_check_image() -> bytes:
 
 
 def image_and_text(image: bytes, token_ids: Sequence[int]) -> ModelInput:
-    """An image, then a text."""
+    """Return an image, then a text."""
     text = EncodedTextChunk(tokens=np.array(token_ids, np.int32))
     return ModelInput(chunks=[ImageChunk(data=image, format="png"), text])

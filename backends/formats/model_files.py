@@ -91,12 +91,12 @@ def count_parameters(directory: Path) -> int:
 
 
 def tensor_bytes(directory: Path) -> dict[str, int]:
-    """Bytes of each tensor in the safetensors files."""
+    """Return the bytes of each tensor in the safetensors files."""
     return {tensor.name: tensor.num_bytes for path in _weight_files(directory) for tensor in _read_header(path)}
 
 
 def tensor_layouts(directory: Path) -> dict[str, tuple[str, list[int]]]:
-    """Type and shape of each tensor in the safetensors files, as they name them."""
+    """Return the type and shape of each tensor in the safetensors files, as they name them."""
     return {one.name: (one.dtype, one.shape) for path in _weight_files(directory) for one in _read_header(path)}
 
 
@@ -212,7 +212,8 @@ def linear_attention(text_config: PretrainedConfig) -> LinearAttention:
 
 
 def state_bytes_per_sequence(text_config: PretrainedConfig, dtype: str) -> int:
-    """Bytes of one sequence's state in all layers of linear attention; its heads' states are counted in float32."""
+    """Return the bytes of one sequence's state in all layers of linear attention; its heads' states are counted in
+    float32."""
     num_layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or ())
     if not num_layers:
         return 0

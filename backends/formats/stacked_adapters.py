@@ -48,7 +48,7 @@ class StackedFile:
         self.tensors |= {f"{number}.A": a_LrI, f"{number}.B": b_LOr}
 
     def metadata(self, num_files: int) -> dict[str, str]:
-        """Its header; `num_files` is the number of the adapter's files."""
+        """Return the file's header; `num_files` is the number of the adapter's files."""
         return {_KEY: json.dumps(self.targets), _NUM_FILES: str(num_files)}
 
 
@@ -63,7 +63,7 @@ def to_files(stacks: Sequence[tuple[TargetModules, Tensor, Tensor]]) -> list[Sta
 
 
 def other_files(metadata: Mapping[str, str] | None) -> list[str]:
-    """Names of the files beside `ADAPTER_FILE`, from its header; none if it is not of this form."""
+    """Return the names of the files beside `ADAPTER_FILE`, from its header; none if it is not of this form."""
     return _others(int((metadata or {}).get(_NUM_FILES, 1)))
 
 
@@ -109,11 +109,11 @@ class _StackedAdapter:
         }
 
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return list(self._views)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A [r, I] or B [O, r]; for experts [E, r, I] or [E, O, r]."""
+        """Return A [r, I] or B [O, r]; for experts [E, r, I] or [E, O, r]."""
         return self._views[name]
 
 

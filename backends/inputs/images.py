@@ -79,7 +79,8 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _transpose(image: Image.Image) -> Image.Transpose | None:
-    """The transposition that shows an image upright, from its header; None if it is upright or that is unreadable."""
+    """Return the transposition that shows an image upright, from its header; None if it is upright or that is
+    unreadable."""
     if _METADATA.isdisjoint(image.info):
         return None
     try:

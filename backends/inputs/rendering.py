@@ -98,7 +98,7 @@ class Renderer:
         yield from zip(map(_key, chunks), spans, strict=True)
 
     def check_pixels(self, num_pixels: int, where: str) -> None:
-        """Raises InvalidInput if one request has so many pixels in all that decoding them would delay others."""
+        """Raise InvalidInput if one request has so many pixels in all that decoding them would delay others."""
         allowed = MAX_LARGEST_IMAGES * self._max_image_pixels
         if num_pixels > allowed:
             raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")

@@ -75,8 +75,9 @@ def require_as_defined(
 def _defined(
     qkv: list[Tensor], grad_THD: Tensor, scale: float, window: int | None, image: slice | None = None
 ) -> list[Tensor]:
-    """Output [T, H, D] of one sample whose tokens see `window` tokens each, and those of `image` each other, and the
-    gradients of query, key and value, for the output's gradient. Without autograd, which is off inside an operator."""
+    """Return the output [T, H, D] of one sample whose tokens see `window` tokens each, and those of `image` each other,
+    and the gradients of query, key and value, for the output's gradient. Without autograd, which is off inside an
+    operator."""
     query_HTD, key_GTD, value_GTD, grad_HTD = (one.float().transpose(0, 1) for one in (*qkv, grad_THD))
     group = len(query_HTD) // len(key_GTD)
     key_HTD, value_HTD = (one.repeat_interleave(group, 0) for one in (key_GTD, value_GTD))

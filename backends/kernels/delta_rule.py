@@ -45,7 +45,7 @@ _TUNED: dict[str, tuple[dict[str, int], int, int]] = {
 
 @functools.cache
 def _kernels() -> SimpleNamespace:
-    """The functions of DELTA_RULE, by their names there."""
+    """Return the functions of DELTA_RULE, by their names there."""
     if any(patch.state == "absent" for patch in DELTA_RULE):
         raise BackendFailed(
             "linear attention on CUDA needs fla-core, which the extra gpu brings: pip install fla-core==0.6.0"
@@ -91,7 +91,7 @@ def chunk_indices(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 def packed_delta_rule(  # noqa: PLR0913
     query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, H, V]; and for backward the decay accumulated in each chunk [T, H] float32, and each chunk's inverted
+    """Return [T, H, V]; and for backward the decay accumulated in each chunk [T, H] float32, and each chunk's inverted
     triangular system [T, H, C].
 
     Queries and keys have norm 1. `decay_TH` is logarithmic, float32, at most 0. `cu_seqlens` [S + 1] on the device.
@@ -166,8 +166,8 @@ def _gradients(
 def _of_queries_and_keys(
     tensors: tuple[Tensor, ...], bounds: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries and keys in the products of a chunk [T, H, K] float32, of `w` [T, H, K], and of the
-    accumulated decay [T, H] float32.
+    """Return the gradients of queries and keys in the products of a chunk [T, H, K] float32, of `w` [T, H, K], and of
+    the accumulated decay [T, H] float32.
 
     `tensors`: query, key, new values, accumulated decay (base 2), the gradients of the output and of the new values,
     and each chunk's state [R, H, K, V] and its gradient. In plain torch, as flash-linear-attention computes it: its own
@@ -211,7 +211,7 @@ def _of_queries_and_keys(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """[r, H, M, N] float32 of two stacks of matrices in 16 bits, which are rounded by no one on the way."""
+    """Multiply two stacks of matrices in 16 bits; return [r, H, M, N], accumulated in float32."""
     shape = (*left.shape[:2], left.shape[2], right.shape[3])
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32).view(shape)
 
@@ -250,8 +250,8 @@ def _require_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.S
 
 
 def _by_recurrence(inputs: list[Tensor], grad_THV: Tensor) -> list[Tensor]:
-    """The output of one sample and the gradients of its inputs, in float32 and without autograd, which an operator's
-    code does not have (equation 10 of arXiv 2412.06464)."""
+    """Return the output of one sample and the gradients of its inputs, in float32 and without autograd, which an
+    operator's code does not have (equation 10 of arXiv 2412.06464)."""
     query, key, value, decay, beta = floats = [one.float() for one in inputs]
     scale, kept = query.shape[-1] ** -0.5, decay.exp()
     outputs, states, missing = [], [query.new_zeros(*query.shape[1:], value.shape[2])], []
@@ -285,7 +285,7 @@ def _by_recurrence(inputs: list[Tensor], grad_THV: Tensor) -> list[Tensor]:
 
 
 def _batch(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> dict[str, Tensor]:
-    """The tensors as the kernels name them, and as they lie in memory there."""
+    """Return the tensors as the kernels name them, and as they lie in memory there."""
     named = {"q": query, "k": key, "v": value, "g": decay, "beta": beta}
     return {name: tensor.contiguous()[None] for name, tensor in named.items()}
 

@@ -36,7 +36,7 @@ def own_part(of_heads: Tensor, name: str) -> Tensor:
 # Custom operators: torch.compile does not trace them.
 @torch.library.custom_op("tinker_server::to_heads", mutates_args=())
 def to_heads(x_SHD: Tensor, group: str) -> Tensor:
-    """[T, H / N, D]: the rank's own heads of all tokens, from all heads of its own tokens. N divides H."""
+    """Return [T, H / N, D]: the rank's own heads of all tokens, from all heads of its own tokens. N divides H."""
     size = num_ranks(group)
     sent = x_SHD.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
     return _exchanged(sent, group).flatten(0, 1)
@@ -44,7 +44,7 @@ def to_heads(x_SHD: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("tinker_server::to_tokens", mutates_args=())
 def to_tokens(x_THD: Tensor, group: str) -> Tensor:
-    """[S, H, D]: all heads of the rank's own tokens, from H / N heads of all tokens [T, H / N, D]."""
+    """Return [S, H, D]: all heads of the rank's own tokens, from H / N heads of all tokens [T, H / N, D]."""
     received = _exchanged(x_THD.contiguous(), group)
     whole: Tensor = received.unflatten(0, (num_ranks(group), -1)).transpose(0, 1).flatten(1, 2).contiguous()
     return whole

@@ -12,7 +12,7 @@ _BLOCK = 4096
 
 
 def normaliser(logits_TV: Tensor) -> Tensor:
-    """[T, 1] log-sum-exp, nats (summed as it goes: Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+    """Return the log-sum-exp [T, 1], nats (summed as it goes: Milakov and Gimelshein 2018, arXiv:1805.02867)."""
     num_tokens, width = logits_TV.shape
     lse_T1 = logits_TV.new_empty(num_tokens, 1)
     _normaliser[num_tokens,](logits_TV, lse_T1, width, BLOCK=_BLOCK, num_warps=8)
@@ -20,7 +20,7 @@ def normaliser(logits_TV: Tensor) -> Tensor:
 
 
 def probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, V] in `dtype`: each token's probabilities times minus its weight."""
+    """Return [T, V] in `dtype`: each token's probabilities times minus its weight."""
     num_tokens, width = logits_TV.shape
     result_TV = torch.empty_like(logits_TV, dtype=dtype)
     grid = num_tokens, triton.cdiv(width, _BLOCK)

@@ -12,7 +12,7 @@ from torch import Tensor
 def plain_attention(
     qkv: Sequence[Tensor], mask: Tensor | None, scale: float, softcap: float | None, sinks_H: Tensor | None
 ) -> Tensor:
-    """query [1, H, T, D]; key and value [1, G, T, D]; returns [1, T, H, D]. A token sees those for which `mask`
+    """Attend: query [1, H, T, D]; key and value [1, G, T, D]; returns [1, T, H, D]. A token sees those for which `mask`
     [1, 1, T, T] is true; without one itself and all before it.
 
     softcap  scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118, section 2)

@@ -12,8 +12,8 @@ from backends.kernels.autograd import Context
 
 
 def rotate(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
-    """[P, 3 * H * D]: queries and keys of `qkv_PX` rotated in place, values unchanged. Bitwise equal to transformers'
-    `apply_rotary_pos_emb_vision`, for angles whose second half is the first."""
+    """Return [P, 3 * H * D], queries and keys of `qkv_PX` rotated in place, values unchanged. Bitwise equal to
+    transformers' `apply_rotary_pos_emb_vision`, for angles whose second half is the first."""
     result: Tensor = _Rotated.apply(qkv_PX, cos_PD, sin_PD)  # type: ignore[no-untyped-call]
     return result
 

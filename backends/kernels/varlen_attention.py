@@ -51,10 +51,10 @@ class Kernel(Protocol):
     """Causal attention of the samples of a span."""
 
     def forward(self, qkv: list[Tensor], span: "Span", scale: float) -> tuple[Tensor, Tensor]:
-        """[T, H, D], and the log-sum-exp of the scores [H, T] float32, nats."""
+        """Return [T, H, D], and the log-sum-exp of the scores [H, T] float32, nats."""
 
     def backward(self, grad_THD: Tensor, saved: list[Tensor], span: "Span", scale: float) -> tuple[Tensor, ...]:
-        """Gradients of query, key and value; `saved` are these three and forward's results."""
+        """Return the gradients of query, key and value; `saved` are these three and forward's results."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Padded:
 
 
 def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """[1, H, T, D], and the log-sum-exp of the scores [1, H, T, 1]."""
+    """Return [1, H, T, D], and the log-sum-exp of the scores [1, H, T, 1]."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, True, False, scale=scale
     )
@@ -128,8 +128,8 @@ def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> t
 
 
 def _cudnn_backward(saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value [1, H or G, T, D]; `saved` is the output's gradient, these three and forward's
-    results."""
+    """Return the gradients of query, key and value [1, H or G, T, D]; `saved` is the output's gradient, these three and
+    forward's results."""
     no_dropout = (torch.zeros((), dtype=torch.int64, device=saved[0].device),) * 2
     size = saved[0].shape[2]
     gradients: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -149,7 +149,7 @@ def padded_length(num_tokens: int) -> int:
 
 
 def _as_batch(tensor_THD: Tensor) -> Tensor:
-    """[1, H, T', D], T' the padded length."""
+    """Return [1, H, T', D], T' the padded length."""
     missing = padded_length(len(tensor_THD)) - len(tensor_THD)
     padded = F.pad(tensor_THD, (0, 0, 0, 0, 0, missing)) if missing else tensor_THD
     return padded.transpose(0, 1)[None]
@@ -193,7 +193,7 @@ def _planned(  # noqa: PLR0913
 
 
 def _forward(qkv: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor, Tensor]:
-    """As `packed_attention`; one span is the whole microbatch."""
+    """Attend as `packed_attention`; one span is the whole microbatch."""
     if len(spans) == 1:
         out, lse_HT = _kernel(spans[0]).forward(qkv, spans[0], scale)
         return _laid_out_as(qkv[0], out), lse_HT.contiguous()
@@ -205,7 +205,7 @@ def _forward(qkv: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor
 
 
 def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value; `saved` are these three and forward's results."""
+    """Return the gradients of query, key and value; `saved` are these three and forward's results."""
     if len(spans) == 1:
         whole = _kernel(spans[0]).backward(grad_THD, saved, spans[0], scale)
         return tuple(_laid_out_as(like, gradient) for like, gradient in zip(saved, whole, strict=False))
@@ -221,7 +221,7 @@ def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: 
 
 
 def _with_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, given those without sinks."""
+    """Return the output and log-sum-exp, given those without sinks."""
     whole_HT = torch.logaddexp(lse_HT, sinks_H[:, None].to(lse_HT.dtype))
     part_TH1 = (lse_HT - whole_HT).exp().T[..., None]
     return _laid_out_as(out_THD, (out_THD * part_TH1).to(out_THD.dtype)), whole_HT
@@ -252,7 +252,7 @@ def packed_attention(  # noqa: PLR0913
     images: Tensor | None = None,
     image_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, D], and the log-sum-exp of the scores [H, T] float32, nats.
+    """Return [T, H, D], and the log-sum-exp of the scores [H, T] float32, nats.
 
     `cu_seqlens` [N + 1] int32 on the device; `cu_seqlens_host` the same on the host. If all of the host's are 0, only
     the device knows the lengths, and no sample is long. `window`: tokens that a token sees, itself included.
@@ -341,13 +341,13 @@ def _require_windows(device: torch.device, dtype: torch.dtype, heads: torch.Size
 
 @functools.cache
 def _require_images(device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int) -> None:
-    """As `_require_windows`, with images whose tokens see each other."""
+    """Require as `_require_windows`, with images whose tokens see each other."""
     for window in (None, max(TESTED_WINDOWS)):
         require_as_defined(_flash_attention, random_samples(device, dtype, heads, num_key_heads), window, TESTED_IMAGE)
 
 
 def _flash_attention(given: Samples, window: int | None, images_IF: Tensor | None) -> list[Tensor]:
-    """Output and gradients, by FlashAttention alone."""
+    """Return the output and gradients, by FlashAttention alone."""
     spans = [Span(0, len(given.grad_THD), given.cu_seqlens, max(given.lengths), is_long=False, window=window)]
     out, lse_HT = _forward(given.qkv, spans, given.scale)
     if images_IF is not None:

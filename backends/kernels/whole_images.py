@@ -22,7 +22,7 @@ _AT_ONCE = 8
 def add_later_tokens(
     causal: tuple[Tensor, Tensor], qkv: Sequence[Tensor], images_IF: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, D], and the log-sum-exp of the scores [H, T], nats, from those of causal attention. `images_IF` are
+    """Return [T, H, D], and the log-sum-exp of the scores [H, T], nats, from those of causal attention. `images_IF` are
     indices of tokens, each image's in order."""
     out_THD, lse_HT = (one.clone() for one in causal)
     for image_IF in images_IF.split(_AT_ONCE):
@@ -39,8 +39,8 @@ def add_later_tokens(
 def add_later_gradients(
     gradients: Sequence[Tensor], grad_THD: Tensor, saved: Sequence[Tensor], images_IF: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value, from those of the causal part, which was given the whole output and its
-    log-sum-exp; `saved` are query, key and value with these two."""
+    """Return the gradients of query, key and value, from those of the causal part, which was given the whole output and
+    its log-sum-exp; `saved` are query, key and value with these two."""
     *tensors, lse_HT = saved
     summed = tuple(one.clone() for one in gradients)
     for image_IF in images_IF.split(_AT_ONCE):
@@ -57,7 +57,8 @@ def add_later_gradients(
 
 
 def _of_images(tensors: Sequence[Tensor], image_IF: Tensor) -> Iterator[Tensor]:
-    """[I, H, F, D] in float32 or wider of each tensor; those of keys are repeated for the heads that share them."""
+    """Return [I, H, F, D] in float32 or wider of each tensor; those of keys are repeated for the heads that share
+    them."""
     num_heads = tensors[0].shape[1]
     for tensor in tensors:
         wide = tensor[image_IF].transpose(1, 2).to(torch.promote_types(tensor.dtype, torch.float32))
@@ -65,7 +66,7 @@ def _of_images(tensors: Sequence[Tensor], image_IF: Tensor) -> Iterator[Tensor]:
 
 
 def _later_scores(query_IHFD: Tensor, key_IHFD: Tensor, scale: float) -> Tensor:
-    """[I, H, F, F], minus infinity where a token is not behind the query's."""
+    """Return [I, H, F, F], minus infinity where a token is not behind the query's."""
     scores_IHFF = scale * query_IHFD @ key_IHFD.mT
     is_before_FF = torch.ones(scores_IHFF.shape[-2:], dtype=torch.bool, device=scores_IHFF.device).tril()
     return scores_IHFF.masked_fill(is_before_FF, -torch.inf)

@@ -107,7 +107,7 @@ class Supervisor:
         await self._end(children, grace_s)
 
     async def _end(self, children: Sequence[Child], grace_s: float) -> None:
-        """Continues in tasks of its own if the caller is cancelled: no process is left behind."""
+        """End it, in tasks of its own even if the caller is cancelled: no process is left behind."""
         for child in children:
             task = asyncio.create_task(child.stop(grace_s), name=f"end of {child.name}", context=Context())
             self._ending.add(task)

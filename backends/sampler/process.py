@@ -103,7 +103,7 @@ class SamplerProcess:
         return cls(spec, engine, renderer, await _weights(spec, engine, renderer))
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
-        """`protocol.Sampler.sample`."""
+        """Implement `protocol.Sampler.sample`."""
         task = replace(task, weights=self.received.local(task.weights))
         prompt = Prompt(self._renderer, task.prompt, task.owner)
         async with self._weights.hold(task.weights) as held:
@@ -124,14 +124,15 @@ class SamplerProcess:
         return answer(task, rendered, outputs)
 
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
-        """`protocol.Sampler.chat`."""
+        """Implement `protocol.Sampler.chat`."""
         usage = await self._chats.answer(replace(task, weights=self.received.local(task.weights)), emit)
         self._tasks_done += 1
         return usage
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """`protocol.Sampler.publish`. Adapters are published one at a time, in a sequence and a slot that the engine
-        reserves for it: publishing neither waits for samples nor delays them. A whole model waits for admission."""
+        """Implement `protocol.Sampler.publish`. Adapters are published one at a time, in a sequence and a slot that the
+        engine reserves for it: publishing neither waits for samples nor delays them. A whole model waits for
+        admission."""
         weights = self.received.require(weights)
         async with self._weights.hold(weights) as held:
             slot = self._weights.slot(weights)

@@ -109,7 +109,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         return {name: reduce_tensor(held[name].detach().as_subclass(Tensor)) for name in names}
 
     def _send_shared_state(self, conn: socket.socket, request: Mapping[str, object]) -> None:
-        """As vLLM's `_handle_get_state`, which would send tensors of the CPU by value."""
+        """Replace vLLM's `_handle_get_state`, which would send tensors of the CPU by value."""
         from backends.sampler.vllm_patches.cpu import CPU_UUID
 
         mismatched = self.cache_config.mismatched_fields(request["cache_config"])

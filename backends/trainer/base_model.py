@@ -119,7 +119,7 @@ class BaseModel:
                 self._graphs = self._tested_graphs(config, world)
 
     def score(self, batch: Microbatch, scales_TR: Tensor, gradient: TokenGradient | None = None) -> Tensor:
-        """[T, K] float32, nats, as `Scorer` gives them; on a GPU, small microbatches by a graph."""
+        """Return [T, K] float32, nats, as `Scorer` gives them; on a GPU, small microbatches by a graph."""
         # A graph is fixed: layers that recompute are not part of it.
         recomputes = self.memory is not None and self.memory.recomputes
         if self._graphs is not None and not recomputes and self._graphs.takes(batch):
@@ -152,7 +152,7 @@ class BaseModel:
         return replace(load_check, image=image, logprobs_behind_image=behind_image)
 
     def _next_logprobs(self, model: TrainedModel, rendered: Rendered) -> list[float]:
-        """For each token the log probability of the next, in nats; for the last one that of the first."""
+        """Return each token's log probability of the next one, in nats; the last token's is that of the first."""
         num_tokens = len(rendered.token_ids_T)
         batch = pack([(rendered, np.roll(rendered.token_ids_T, -1))], self.renderer.family, self._device)
         (scales_R,) = self.weights.load([model])

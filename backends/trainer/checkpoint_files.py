@@ -127,8 +127,8 @@ def _write_config(directory: Path, modules: Iterable[str], config: Trainable, ba
 
 
 def _target(module: str) -> str:
-    """The name by which PEFT finds a module: its last part if the model is nothing but a decoder, else the whole of it.
-    A vision tower's linears, which nothing may train, can end as a decoder's do. Experts, of which there are
+    """Return the name by which PEFT finds a module: its last part if the model is nothing but a decoder, else the whole
+    of it. A vision tower's linears, which nothing may train, can end as a decoder's do. Experts, of which there are
     thousands, end as no tower's linears do."""
     last_part_is_enough = _LAYER.match(module) or _EXPERT.search(module)
     return module.rpartition(".")[2] if last_part_is_enough else module

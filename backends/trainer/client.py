@@ -266,7 +266,7 @@ class TrainerClient:
         await self._run(model_id, commands.LoadState(model_id, directory, with_optimizer))
 
     def _require_free(self, model_id: str, owner: str) -> None:
-        """Raises InvalidInput if another model trains the weights of the base. Other users' ids are kept secret."""
+        """Raise InvalidInput if another model trains the weights of the base. Other users' ids are kept secret."""
         for other, model in self._models.items():
             if other != model_id:
                 holder = f"model {other}" if model.owner == owner else "a model of another user"
@@ -331,7 +331,7 @@ class TrainerClient:
         return self._models[model_id].owner
 
     async def _require(self, model_id: str) -> None:
-        """Raises ModelLost if the model has ended with its ranks."""
+        """Raise ModelLost if the model has ended with its ranks."""
         await self._alive()
         self._owner(model_id)
 

@@ -253,7 +253,8 @@ def on_rank_zero(action: Callable[[], T], world: World) -> T | None:
 def agreed_each(
     actions: Mapping[K, Callable[[], T]], world: World
 ) -> tuple[dict[K, T], dict[K, InvalidInput | BackendFailed]]:
-    """As `agreed`, for several actions at once: their values here, and the errors of those that failed on any rank.
+    """Act as `agreed`, for several actions at once: return their values here, and the errors of those that failed on
+    any rank.
 
     Ranks may have different actions.
     """
@@ -311,20 +312,21 @@ def from_rank_zero(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor
 
 
 def decoding_s(size_bytes: int) -> float:
-    """Seconds to decode and check a request's body."""
+    """Return the seconds to decode and check a request's body."""
     return size_bytes / _BODY_BYTES_PER_S
 
 
 def microbatch_s(num_tokens: int, num_images: int, num_parameters: int, device: torch.device) -> float:
-    """Seconds for forward, recomputation of the head, and backward: about 8 operations per token and parameter."""
+    """Return the seconds for forward, recomputation of the head, and backward: about 8 operations per token and
+    parameter."""
     return 8 * num_tokens * num_parameters / _FLOPS[device.type] + num_images * _IMAGE_S
 
 
 def network_s(size_bytes: int) -> float:
-    """Seconds to sum so many bytes over machines."""
+    """Return the seconds to sum so many bytes over machines."""
     return 2 * size_bytes / _NETWORK_BYTES_PER_S
 
 
 def files_s(size_bytes: int) -> float:
-    """Seconds to read or write files and make them durable."""
+    """Return the seconds to read or write files and make them durable."""
     return size_bytes / _FILE_BYTES_PER_S

@@ -102,7 +102,7 @@ def _pieces(parameters: Iterable[nn.Parameter]) -> Iterator[list[Piece]]:
 
 
 def _not_finite(adam: AdamParams, norm: Tensor) -> InvalidInput:
-    """The error for a step that must not be taken; `norm` is the gradient's."""
+    """Return the error for a step that must not be taken; `norm` is the gradient's."""
     return InvalidInput(
         f"the step makes weights that are not finite (learning_rate {adam.learning_rate:g}, eps {adam.eps:g},"
         f" gradient norm {norm.item():g}); the gradient was cleared and the weights are unchanged"

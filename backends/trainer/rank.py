@@ -144,7 +144,8 @@ class TrainerRank:
         return failures
 
     def _missing_bytes(self, new: Sequence[NewRequest]) -> int:
-        """Memory that the models in training will still take on this rank. Others, which may only score, take none."""
+        """Return the memory in bytes that the models in training will still take on this rank. Others, which may only
+        score, take none."""
         training = {one.model_id for one in new if one.backward}
         training |= {one.model_id for one in self._requests.values() if one.backward}
         return sum(one.missing_bytes for name, one in self.models.items() if name in training or one.gradient != "none")
@@ -157,7 +158,7 @@ class TrainerRank:
                 one.model.gradient = "incomplete"
 
     def _checked(self, batch: EncodedBatch) -> tuple[str, ForwardBackwardInput]:
-        """The loss that was asked for, and the input to compute."""
+        """Return the loss that was asked for, and the input to compute."""
         sent = decode_batch(batch)
         loss_input = published(sent, self._config.stable_reinforce)
         check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
@@ -222,7 +223,7 @@ class TrainerRank:
         return self.base.snapshots.written(directory)
 
     def _about_to_move(self, model_id: str) -> TrainedModel:
-        """A model whose files are about to be read or written."""
+        """Return a model whose files are about to be read or written."""
         model = self._model(model_id)
         self._keep_waiting(_STATE_PARTS * files_s(model.size_bytes))
         return model

@@ -27,7 +27,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def shard_size(num_elements: int, world: World) -> int:
-    """S for a tensor of so many numbers, padding included; the same on every rank."""
+    """Return S for a tensor of so many numbers, padding included; the same on every rank."""
     return -(-num_elements // world.machine.size)
 
 
@@ -156,7 +156,7 @@ def _copied_as(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def _scatter_on_first_machine(whole: Tensor | None, like: Tensor, world: World) -> Tensor:
-    """The shard of each rank of rank 0's machine; on other machines, memory for it."""
+    """Return the shard of each rank of rank 0's machine; on other machines, memory for it."""
     machine, is_first, takes_part = world.machine, world.rank == 0, world.across.rank == 0
     buckets = _buckets([len(like)], like.dtype, machine)
 

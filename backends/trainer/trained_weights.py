@@ -75,7 +75,7 @@ class TrainedWeights(Protocol[M]):
         each model."""
 
     def blank(self, num_tokens: int) -> Tensor:
-        """[T, R] scales of tokens of no model, after `load([])`."""
+        """Return the scales [T, R] of tokens of no model, after `load([])`."""
 
     def use(self, scales_TR: Tensor) -> None:
         """Set the scales of the next forward's tokens."""

@@ -86,7 +86,7 @@ class Scheduler:
         self._start_sample(again, again.request.num_samples)
 
     def require_open(self) -> None:
-        """Raises ShuttingDown."""
+        """Raise ShuttingDown."""
         if self._is_closing:
             raise ShuttingDown("the server is stopping")
 

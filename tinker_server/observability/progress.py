@@ -49,7 +49,7 @@ class Processes:
         return bool(self._now)
 
     def note(self, process: str, loading: Loading | None) -> None:
-        """As an OnLoading."""
+        """Implement OnLoading."""
         if loading is None:
             self._now.pop(process, None)
         else:
@@ -70,7 +70,7 @@ class Lines:
         self._next: asyncio.TimerHandle | None = None
 
     def on_loading(self, process: str, loading: Loading | None) -> None:
-        """An OnLoading."""
+        """Implement OnLoading."""
         self._processes.note(process, loading)
         if self._next is not None and not self._processes:
             self._next.cancel()
@@ -112,7 +112,7 @@ class Bars:
         self._copying.join(_LAST_LINES_S)
 
     def on_loading(self, process: str, loading: Loading | None) -> None:
-        """An OnLoading."""
+        """Implement OnLoading."""
         self._processes.note(process, loading)
         self._draw(is_needed=bool(self._processes))
 

@@ -128,7 +128,7 @@ class FullFiles:
         return whole if self._world.rank == 0 else {}
 
     def _moments(self, model: FullModel) -> dict[str, Tensor]:
-        """Adam's state by `<parameter>:<exp_avg|exp_avg_sq|step>`, on rank 0."""
+        """Return Adam's state by `<parameter>:<exp_avg|exp_avg_sq|step>`, on rank 0."""
         flat: dict[str, Tensor] = {}
         for kind, tensors in model.state_tensors().items():
             if kind != _STEP:
@@ -141,7 +141,7 @@ class FullFiles:
         return tensor.detach().to("cpu", copy=True).contiguous() if self._world.rank == 0 else torch.empty(0)
 
     def _scattered(self, tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """Each rank's shards of rank 0's tensors; step counts are whole."""
+        """Return each rank's shards of rank 0's tensors; step counts are whole."""
         own = {}
         for name in gather_objects(list(tensors), self._world)[0]:
             whole = from_rank_zero({name: tensors[name]} if tensors else {}, self._world)[name]
@@ -149,7 +149,7 @@ class FullFiles:
         return own
 
     def _check(self, tensors: Mapping[str, Tensor], kind: str) -> None:
-        """Raises InvalidInput if saved tensors are not those of this model."""
+        """Raise InvalidInput if saved tensors are not those of this model."""
         for name, tensor in tensors.items():
             if kind != _STEP and tensor.shape != self._weights.shape(name):
                 raise InvalidInput(
@@ -169,7 +169,7 @@ def _read(directory: Path) -> dict[str, Tensor]:
 
 
 def _by_kind(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Adam's state by its name in torch, then by parameter; no kinds before the first step."""
+    """Return Adam's state by its name in torch, then by parameter; no kinds before the first step."""
     kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in (_STEP, *MOMENTS)} if flat else {}
     for key, tensor in flat.items():
         name, _, kind = key.rpartition(":")

@@ -62,7 +62,7 @@ class FullModel:
         return lambda: agreed(self.optimizer.step, self._world)
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Adam's state by its name in torch, then by parameter; empty before the first step."""
+        """Return Adam's state by its name in torch, then by parameter; empty before the first step."""
         state = self.optimizer.state
         kinds = ("step", *MOMENTS) if state else ()
         return {kind: {name: state[one][kind] for name, one in self.masters.items() if one in state} for kind in kinds}

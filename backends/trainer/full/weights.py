@@ -75,7 +75,7 @@ class FullWeights:
         return torch.zeros(len(models), 0, dtype=self._wide, device=self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
-        """[T, 0] scales."""
+        """Return empty scales [T, 0]: there are no adapters."""
         return torch.zeros(num_tokens, 0, dtype=self._wide, device=self._device)
 
     def use(self, scales_TR: Tensor) -> None:
@@ -114,7 +114,7 @@ class FullWeights:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def own_shard(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of a tensor of a parameter's shape, with memory of its own on the rank's device."""
+        """Return this rank's shard of a tensor of a parameter's shape, with memory of its own on the rank's device."""
         own = whole
         if isinstance(self._trained[name], DTensor):
             shards = whole.chunk(self._world.size)  # as FSDP2 cuts them
@@ -122,7 +122,7 @@ class FullWeights:
         return own.to(self._device, copy=True)
 
     def shape(self, name: str) -> torch.Size:
-        """Shape of a whole parameter."""
+        """Return the shape of a whole parameter."""
         return self._trained[name].shape
 
 
@@ -133,6 +133,6 @@ def whole_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """This rank's shard itself, not a copy."""
+    """Return this rank's shard itself, not a copy."""
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local

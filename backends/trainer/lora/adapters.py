@@ -120,7 +120,7 @@ class Adapters:
         return to_device(scales, self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
-        """[T, R] scales of tokens of no model, after `load([])`: the base alone."""
+        """Return the scales [T, R] of tokens of no model, after `load([])`: the base alone."""
         return torch.zeros(num_tokens, self._width(0), dtype=self.gradient_dtype, device=self._device)
 
     def use(self, scales_TR: Tensor) -> None:
@@ -164,7 +164,7 @@ class Adapters:
                 yield ranks, stack, by_group[id(stack.group)]
 
     def _width(self, rank: int) -> int:
-        """R for models whose ranks sum to `rank`."""
+        """Return R for models whose ranks sum to `rank`."""
         return rank if self._device.type == "cpu" else buffer_rank(rank, self._max_rank)
 
 

@@ -76,7 +76,7 @@ class LoraExperts(nn.Module):
         return ("gate_proj", "up_proj") if self.has_gate else ("up_proj",)
 
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """[T, H]: the sum of each token's experts, weighted by the router."""
+        """Return [T, H], the sum of each token's experts, weighted by the router."""
         num_experts, _, inner = self.base.down_proj.shape
         experts_S, order_S = experts_TK.flatten().sort(stable=True)
         ends_E = torch.searchsorted(
@@ -119,8 +119,8 @@ def lora_grouped(  # noqa: PLR0913
     scales_SR: Tensor,
     ends_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[S, O], each pair by its expert's matrix and adapter, and the scaled inner products [S, R] for backward, which
-    adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs."""
+    """Return [S, O], each pair by its expert's matrix and adapter, and the scaled inner products [S, R] for backward,
+    which adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs."""
     inner_SR = scaled(_grouped(x_SI, a_ERI.mT, ends_E), scales_SR)
     return _grouped(x_SI, weight_EOI.mT, ends_E).add_(_grouped(inner_SR, b_ERO, ends_E)), inner_SR
 
@@ -146,7 +146,7 @@ def lora_grouped_backward(  # noqa: PLR0913
 
 
 def _grouped(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """[S, O]: each expert's pairs by its matrix."""
+    """Multiply each expert's pairs by its matrix: [S, O]."""
     if _in_one_kernel(x_SI):
         return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
     y_SO = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])

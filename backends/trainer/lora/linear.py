@@ -78,7 +78,7 @@ class LoraLinear(nn.Module):
         self.a_RI, self.b_RO, self.grad_a_RI, self.grad_b_RO = a_1RI[0], b_1RO[0], grad_a_1RI[0], grad_b_1RO[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O], with the scales of the microbatch's tokens."""
+        """Map [..., I] to [..., O], with the scales of the microbatch's tokens."""
         if self._scales.is_off:
             return cast(Tensor, self.base(x))
         adapters = ([self.a_RI], [self.b_RO], [self.grad_a_RI], [self.grad_b_RO])
@@ -183,7 +183,7 @@ def summed_at_once(num_tokens: int) -> list[slice]:
 
 
 def _parts(tensor_TN: Tensor, count: int) -> Sequence[Tensor]:
-    """[T, R] of each linear; R may be 0."""
+    """Return [T, R] of each linear; R may be 0."""
     return tensor_TN.view(tensor_TN.shape[0], count, tensor_TN.shape[1] // count).unbind(1)
 
 

@@ -178,15 +178,16 @@ class LoraModel:
         return torch.stack([tensors[f"{name}.lora_A.weight"] for name in names])
 
     def halves(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Whole A [L, r, I] and B [L, r, O] of every stacked adapter, at least as precise as `dtype`: the working copy,
-        or else the masters, gathered for rank 0 alone. All ranks call it."""
+        """Return the whole A [L, r, I] and B [L, r, O] of every stacked adapter, at least as precise as `dtype`: the
+        working copy, or else the masters, gathered for rank 0 alone. All ranks call it."""
         halves = [one.data for one in self._weights]
         if self._is_shared and torch.promote_types(halves[0].dtype, dtype) != halves[0].dtype:
             halves = [self._gathered(one.data, index) for index, one in enumerate(self.parameters)]
         return list(zip(halves[::2], halves[1::2], strict=True))
 
     def masters(self) -> dict[str, Tensor]:
-        """All masters, named and shaped as `tensors`: rank 0's alone, and on one rank views. All ranks call it."""
+        """Return all masters, named and shaped as `tensors`: rank 0's alone, and on one rank views. All ranks call
+        it."""
         return self._named_on_rank_zero([one.data for one in self.parameters])
 
     def _named_on_rank_zero(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -263,8 +264,8 @@ class LoraModel:
         return step
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Adam's state by `<adapter tensor>:<its name in torch>`, as `masters` gives those; empty before the first
-        step."""
+        """Return Adam's state by `<adapter tensor>:<its name in torch>`, as `masters` gives those; empty before the
+        first step."""
         flat: dict[str, Tensor] = {}
         if self.optimizer.state:
             states = [self.optimizer.state[one] for one in self.parameters]
@@ -275,7 +276,8 @@ class LoraModel:
         return flat
 
     def prepared(self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> OptimState:
-        """Saved tensors of rank 0, as `take` takes them; what the others pass is ignored. All ranks fail, or none.
+        """Prepare the saved tensors of rank 0, as `take` takes them; what the others pass is ignored. All ranks fail,
+        or none.
 
         Raises InvalidInput if they are of another LoRA shape, or not finite.
         """
@@ -299,7 +301,7 @@ class LoraModel:
         return OptimState(own, agreed(moments, self._world))
 
     def _scattered(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """This rank's shards of rank 0's tensors, which `named` gave."""
+        """Return this rank's shards of rank 0's tensors, which `named` gave."""
         own = []
         for index, parameter in enumerate(self.parameters):
             whole = on_rank_zero(partial(self.stacked, index, tensors), self._world)
@@ -307,7 +309,7 @@ class LoraModel:
         return own
 
     def _check(self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
-        """Raises InvalidInput if saved tensors are not this model's, or not finite."""
+        """Raise InvalidInput if saved tensors are not this model's, or not finite."""
         self._check_shapes(weights)
         if not all_finite([*weights.values(), *optimizer_state.values()]):
             raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
@@ -318,7 +320,7 @@ class LoraModel:
             )
 
     def _check_shapes(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises InvalidInput if shapes differ from the adapters'. Names were compared when the file was read."""
+        """Raise InvalidInput if shapes differ from the adapters'. Names were compared when the file was read."""
         for name, tensor in self.tensors.items():
             if weights[name].shape != tensor.shape:
                 raise InvalidInput(
@@ -328,6 +330,6 @@ class LoraModel:
 
 
 def _of_kind(optimizer_state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
-    """One of Adam's moments by adapter tensor."""
+    """Return one of Adam's moments by adapter tensor."""
     suffix = f":{key}"
     return {name.removesuffix(suffix): one for name, one in optimizer_state.items() if name.endswith(suffix)}

@@ -24,7 +24,7 @@ class PackedLinear(nn.Linear):
         self.weight = nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O], without adapters."""
+        """Map [..., I] to [..., O], without adapters."""
         whole_OI = _unpacked(self.weight, self.out_features, self.in_features, x.dtype)
         return functional.linear(x, whole_OI, self.bias)
 
@@ -35,7 +35,7 @@ def packed_bytes(num_outputs: int, num_inputs: int) -> int:
 
 
 def packed(weight_OI: Tensor, scale_IJ: Tensor) -> Tensor:
-    """[B]: the scales in float32, which have to be aligned, then the numbers."""
+    """Return [B]: the scales in float32, which have to be aligned, then the numbers."""
     scales = scale_IJ.float().contiguous().view(-1).view(torch.uint8)
     return torch.cat([scales, weight_OI.contiguous().view(-1).view(torch.uint8)])
 

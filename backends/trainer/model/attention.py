@@ -107,7 +107,7 @@ def _per_sample_attention(
     attention_mask: Tensor | None,
     **arguments: Unpack[_Arguments],
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
+    """Attend: query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
 
     The mask is transformers' own [1, 1, T, T]; a sample needs its block on the diagonal. Windows are in the mask.
     """
@@ -135,7 +135,7 @@ def _per_sample_by_heads(
     attention_mask: int | None,
     **arguments: Unpack[_Arguments],
 ) -> tuple[Tensor, None]:
-    """As `_packed_attention`, in plain torch."""
+    """Attend as `_packed_attention`, in plain torch."""
     _require_lengths(module, arguments)
     window, scale, group = attention_mask, arguments["scaling"], arguments["packed_group"]
     softcap, sinks_H = arguments.get("softcap"), _own_sinks(arguments.get("s_aux"), group)
@@ -156,13 +156,14 @@ def _per_sample_by_heads(
 
 
 def _window_mask(num_tokens: int, window: int, device: torch.device) -> Tensor:
-    """[1, 1, T, T], true where a token sees another: itself and those before it, `window` in all."""
+    """Return [1, 1, T, T], true where a token sees another: itself and those before it, `window` in all."""
     is_before_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
     return is_before_TT.triu(1 - window)[None, None]
 
 
 def _image_of_tokens(arguments: _Arguments, num_tokens: int, device: torch.device) -> Tensor | None:
-    """[T]: the number of the image whose tokens a token sees, -1 for others; None if there are no such images."""
+    """Return [T], the number of the image whose tokens a token sees, -1 for others; None if there are no such
+    images."""
     images = arguments.get("packed_images")
     if images is None:
         return None
@@ -173,14 +174,15 @@ def _image_of_tokens(arguments: _Arguments, num_tokens: int, device: torch.devic
 
 
 def _with_images(mask: Tensor | None, image_T: Tensor) -> Tensor:
-    """[1, 1, T, T]: a sample's mask, the causal one if it has none, in which tokens of an image see each other."""
+    """Return [1, 1, T, T], a sample's mask, the causal one if it has none, in which tokens of an image see each
+    other."""
     if mask is None:
         mask = torch.ones(len(image_T), len(image_T), dtype=torch.bool, device=image_T.device).tril()[None, None]
     return mask | ((image_T[:, None] == image_T) & (image_T >= 0))
 
 
 def _to_heads(qkv: Sequence[Tensor], group: str | None) -> list[Tensor]:
-    """query [T, H, D], key and value [T, G, D] of this rank's heads, from those of all heads of its tokens."""
+    """Return query [T, H, D], key and value [T, G, D] of this rank's heads, from those of all heads of its tokens."""
     return list(qkv) if group is None else own_heads(qkv, group)
 
 
@@ -206,12 +208,12 @@ def _for_each_rank(of_all: Tensor, num_heads: int, group: str) -> Tensor:
 
 
 def _to_tokens(out_THD: Tensor, group: str | None) -> Tensor:
-    """All heads of this rank's tokens, from attention's output for its heads."""
+    """Return all heads of this rank's tokens, from attention's output for its heads."""
     return out_THD if group is None else to_tokens(out_THD, group)
 
 
 def _own_sinks(sinks_H: Tensor | None, group: str | None) -> Tensor | None:
-    """The sinks of this rank's heads, from those of all."""
+    """Return the sinks of this rank's heads, from those of all."""
     return sinks_H if sinks_H is None or group is None else own_part(sinks_H, group)
 
 
@@ -223,7 +225,7 @@ def _packed_attention(
     attention_mask: int | None,
     **arguments: Unpack[_Arguments],
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
+    """Attend: query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
 
     The mask is `_window`: some decoders give attention their window too, and others do not.
     """
@@ -249,8 +251,8 @@ def _packed_attention(
 
 
 def _as_wide_as(key_TGD: Tensor, value: Tensor) -> Tensor:
-    """[T, G, D], with zeros behind the values of latent attention, which are narrower than keys: kernels take one
-    width. It is laid out as the keys, as the kernels' tests at start are."""
+    """Return [T, G, D], with zeros behind the values of latent attention, which are narrower than keys: kernels take
+    one width. It is laid out as the keys, as the kernels' tests at start are."""
     width = value.shape[-1]
     if width == key_TGD.shape[-1]:
         return value
@@ -283,7 +285,7 @@ def _window(
 
 
 def _without_cu_seqlens(module: nn.Module) -> BackendFailed:
-    """The error for architectures whose forward passes nothing on to their attention."""
+    """Return the error for architectures whose forward passes nothing on to their attention."""
     assert isinstance(module.config, PretrainedConfig)  # transformers has found us by it
     return BackendFailed(
         f"{_architecture(module.config)} is not supported: in transformers its {type(module).__name__} does not get"
@@ -292,7 +294,7 @@ def _without_cu_seqlens(module: nn.Module) -> BackendFailed:
 
 
 def _architecture(config: PretrainedConfig) -> str:
-    """The architecture's name; for a config within another, its model type."""
+    """Return the architecture's name; for a config within another, its model type."""
     return str((config.architectures or [config.model_type])[0])
 
 

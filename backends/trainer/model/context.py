@@ -66,7 +66,7 @@ def slice_tokens(batch: Microbatch, scales_TR: Tensor, context: World) -> tuple[
 
 
 def gather_tokens(own_SK: Tensor, num_tokens: int, context: World) -> Tensor:
-    """[T, K] of all slices, on every rank.
+    """All-gather [T, K] of all slices, on every rank.
 
     Every rank must make the same of it: the gradient of a rank's own slice is then its own part of the whole's.
     """

@@ -75,8 +75,8 @@ class Graphs:
         )
 
     def __call__(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
-        """[T, 1], as the scorer gives it for the same microbatch padded to the graph's tokens. Raises BackendFailed if
-        the model's kernels cannot be captured, and OutOfMemoryError."""
+        """Return [T, 1], as the scorer gives it for the same microbatch padded to the graph's tokens. Raises
+        BackendFailed if the model's kernels cannot be captured, and OutOfMemoryError."""
         size = self._size(batch)
         assert size is not None
         num_tokens, num_samples = size
@@ -96,7 +96,7 @@ class Graphs:
         return cast(Tensor, _GraphReplay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
 
     def _check(self, graph: "_Graph", batch: Microbatch, scales_TR: Tensor) -> None:
-        """Raises BackendFailed if a fresh graph scores its first microbatch otherwise than the scorer."""
+        """Raise BackendFailed if a fresh graph scores its first microbatch otherwise than the scorer."""
         replayed_TK = graph.forward(batch, scales_TR).clone()
         # Layers would be compiled anew for a single token.
         like = (batch, scales_TR) if len(replayed_TK) > 1 else (graph.batch, graph.scales_TR)
@@ -107,14 +107,14 @@ class Graphs:
             raise BackendFailed(f"captured kernels give log probabilities {difference:.3g} nats from eager ones")
 
     def _size(self, batch: Microbatch) -> tuple[int, int] | None:
-        """Tokens and samples of the graph that takes this microbatch; None without one."""
+        """Return the tokens and samples of the graph that takes this microbatch; None without one."""
         num_tokens = next((size for size in self._sizes if len(batch.targets_TK) <= size), None)
         num_samples = None if num_tokens is None else samples_of_graph(batch, num_tokens)
         return None if num_tokens is None or num_samples is None else (num_tokens, num_samples)
 
 
 def samples_of_graph(batch: Microbatch, num_tokens: int) -> int | None:
-    """Samples of the graph of `num_tokens` that takes the microbatch; None if none does."""
+    """Return the samples of the graph of `num_tokens` that takes the microbatch; None if none does."""
     # Padding must belong to a sample: uninitialised memory times a zero gradient can be NaN.
     needed = len(batch.cu_seqlens) - 1 + (len(batch.targets_TK) < num_tokens)
     every = num_tokens // _TOKENS_PER_SAMPLE
@@ -165,7 +165,7 @@ class _Graph:
         self._logprobs_TK = output.detach()
 
     def forward(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
-        """[T, 1], of the microbatch's own tokens; valid until the next call."""
+        """Return [T, 1], of the microbatch's own tokens; valid until the next call."""
         count, ends = len(batch.targets_TK), len(batch.cu_seqlens)
         for name, value in batch.model_inputs.items():
             self.batch.model_inputs[name].zero_()[..., :count] = value
@@ -182,7 +182,7 @@ class _Graph:
         return logprobs_TK
 
     def backward(self, grad_TK: Tensor) -> None:
-        """Backward of the latest forward; adds to the loaded adapters' gradients."""
+        """Run the latest forward's backward; it adds to the loaded adapters' gradients."""
         self.grad_TK.zero_()[: len(grad_TK)] = grad_TK
         self._backward.replay()
 

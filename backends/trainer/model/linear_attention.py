@@ -110,13 +110,13 @@ def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _places(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[T]: how many tokens of its own sample come before each token."""
+    """Return each token's index in its sample [T]."""
     token_T = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return token_T - cu_seqlens[torch.searchsorted(cu_seqlens, token_T, right=True) - 1]
 
 
 def _convolved(row_CT: Tensor, weight: Tensor, place_T: Tensor) -> Tensor:
-    """Sums of products of shifted rows: compiled code fuses them with what comes before and after."""
+    """Sum the products of shifted rows: compiled code fuses them with what comes before and after."""
     num_tokens, width = row_CT.shape[1], weight.shape[1]
     out_CT = row_CT * weight[:, -1:]
     for back in range(1, width):
@@ -167,10 +167,10 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
 def _packed_delta_rule(  # noqa: PLR0913
     query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, chunks: Chunks
 ) -> Tensor:
-    """[T, H, V]. Queries and keys have norm 1; `decay_TH` is logarithmic, at most 0."""
+    """Return [T, H, V]. Queries and keys have norm 1; `decay_TH` is logarithmic, at most 0."""
 
     def chunked(tensor: Tensor) -> Tensor:
-        """[R, H, C, ...] of [T, H, ...]; padding is 0, and changes no state."""
+        """Return [R, H, C, ...] of [T, H, ...]; padding is 0, and changes no state."""
         padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
         return padded[chunks.token_RC].transpose(1, 2)
 

@@ -216,7 +216,7 @@ class _Shards:
         """By the placeholder without memory: tied parameters share it."""
 
     def take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Called with every parameter that is about to be set in any module; the returned one is set instead."""
+        """Return the parameter to set in place of one that is about to be set in any module."""
         if parameter is None or not _was_read(parameter):
             return None
         placeholder = nn.Parameter(
@@ -227,7 +227,7 @@ class _Shards:
         return placeholder
 
     def _shard(self, whole: Tensor) -> Tensor:
-        """The shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows."""
+        """Return the shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows."""
         if whole.untyped_storage().nbytes() < whole.nbytes:  # a `_StandIn`'s
             return whole
         if self._count == 1:
@@ -238,7 +238,7 @@ class _Shards:
         return torch.empty(own.shape, dtype=own.dtype, device=self._device).copy_(own)
 
     def of(self, model: nn.Module, source: str) -> dict[str, Tensor]:
-        """The shard of every parameter of the model by name. Raises BackendFailed if one was never read."""
+        """Return the shard of every parameter of the model by name. Raises BackendFailed if one was never read."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _refuse(source, "lacks", [name for name, one in parameters.items() if one not in self._shards])
         return {name: self._shards[placeholder] for name, placeholder in parameters.items()}
@@ -250,7 +250,7 @@ def _was_read(parameter: nn.Parameter) -> bool:
 
 
 def _check(found: Found, source: str) -> None:
-    """Raises BackendFailed for what transformers reports as missing, unexpected or mismatched in `found`."""
+    """Raise BackendFailed for what transformers reports as missing, unexpected or mismatched in `found`."""
     _refuse(source, "lacks", found["missing_keys"])
     _refuse(source, "has tensors that the model has not:", found["unexpected_keys"])
     shapes = [f"{name} {tuple(has)} instead of {tuple(wanted)}" for name, has, wanted in found["mismatched_keys"]]
@@ -258,7 +258,7 @@ def _check(found: Found, source: str) -> None:
 
 
 def _refuse(source: str, fault: str, names: Iterable[str]) -> None:
-    """Raises BackendFailed if there are names."""
+    """Raise BackendFailed if there are names."""
     found = sorted(names)
     if found:
         others = f" and {len(found) - _MAX_NAMES} others" if len(found) > _MAX_NAMES else ""

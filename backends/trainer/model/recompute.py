@@ -56,14 +56,14 @@ class ActivationCosts:
     """Layers that can be checkpointed."""
 
     def layers_for(self, num_tokens: int, free_bytes: float) -> int:
-        """Number of layers to checkpoint so that a microbatch fits; all of them if that is not enough."""
+        """Return the number of layers to checkpoint so that a microbatch fits; all of them if that is not enough."""
         missing = self.constant + self.per_token * num_tokens - free_bytes
         if missing <= 0 or self.saved_per_token <= 0:
             return 0
         return min(self.num_layers, math.ceil(missing / (self.saved_per_token * num_tokens)))
 
     def longest(self, free_bytes: float) -> int:
-        """Tokens of the largest microbatch that fits at all."""
+        """Return the tokens of the largest microbatch that fits at all."""
         return max(0, int((free_bytes - self.constant) / self.least_per_token))
 
     @property
@@ -121,7 +121,7 @@ class Memory:
         return self._costs.longest(self._free_bytes)
 
     def tokens_in(self, part: float) -> int:
-        """Tokens of the largest microbatch that takes this part of all memory without checkpointing."""
+        """Return the tokens of the largest microbatch that takes this part of all memory without checkpointing."""
         return max(0, int((part * self._limit_bytes - self._costs.constant) / self._costs.per_token))
 
     def layers_for(self, num_tokens: int) -> int:

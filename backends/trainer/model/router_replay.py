@@ -35,7 +35,7 @@ class TopKRouter(Protocol):
     """By which a router multiplies the weights whose scores are sigmoids, not a softmax; others have none."""
 
     def __call__(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [T, E], and weights and experts [T, K]."""
+        """Return logits [T, E], and weights and experts [T, K]."""
 
 
 class ReplayingRouter(nn.Module):
@@ -51,7 +51,7 @@ class ReplayingRouter(nn.Module):
         self._factor: float | None = getattr(base, "routed_scaling_factor", None)
 
     def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [T, E], and experts and their weights [T, K], as `base` gives them."""
+        """Return logits [T, E], and experts and their weights [T, K], as `base` gives them."""
         logits_TE, own_weights_TK, own_TK = self.base(hidden_TH)
         replayed_TK = self.experts_TK.to(own_TK.dtype)
         experts_TK = torch.where(replayed_TK == UNKNOWN, own_TK, replayed_TK)
@@ -89,8 +89,8 @@ class RouterReplay:
         self._device = next(iter(self._routers.values())).base.weight.device
 
     def find(self, owner: str, model_id: str, rendered: Rendered) -> np.ndarray | None:
-        """[T, L, K] int16, the experts of an input of a user's model; None if it was not sampled here, or its file is
-        evicted. Raises BackendFailed for routing that cannot be of this model."""
+        """Return [T, L, K] int16, the experts of an input of a user's model; None if it was not sampled here, or its
+        file is evicted. Raises BackendFailed for routing that cannot be of this model."""
         found = read_routing(self._directory, routing_name(owner, model_id, rendered))
         if found is None:
             return None
@@ -103,7 +103,7 @@ class RouterReplay:
         return found.astype(np.int16)
 
     def batch(self, parts: list[tuple[int, np.ndarray | None]], num_tokens: int) -> Tensor:
-        """[L, T, K] int16 on the device; `parts` are each sample's tokens and what `find` gave."""
+        """Return [L, T, K] int16 on the device; `parts` are each sample's tokens and what `find` gave."""
         experts_TLK = np.full((num_tokens, len(self._layers), self._top_k), UNKNOWN, np.int16)
         begin = 0
         for length, found in parts:
@@ -113,7 +113,7 @@ class RouterReplay:
         return to_device(torch.from_numpy(np.ascontiguousarray(experts_TLK.transpose(1, 0, 2))), self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
-        """[L, T, K] of a microbatch without known routing."""
+        """Return [L, T, K] of a microbatch without known routing."""
         shape = (len(self._layers), num_tokens, self._top_k)
         return torch.full(shape, UNKNOWN, dtype=torch.int16, device=self._device)
 

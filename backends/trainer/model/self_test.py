@@ -34,7 +34,7 @@ average on an H100, with random weights in the shape of a published model of 4 b
 
 
 def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
-    """[T, 1] nats of each of two short texts, by the forward of the model as loaded.
+    """Return [T, 1] nats for each of two short texts, by the forward of the model as loaded.
 
     Raises BackendFailed if that forward does more than its decoder and its head, which we would leave out.
     """
@@ -77,7 +77,7 @@ def _agree(scores: Sequence[Tensor], others: Sequence[Tensor], tolerance: tuple[
 
 
 def require_whole_products(sizes: Iterable[int], device: torch.device) -> None:
-    """Raises BackendFailed if the gradient of an adapter of these inputs or outputs lacks a microbatch's last tokens.
+    """Raise BackendFailed if the gradient of an adapter of these inputs or outputs lacks a microbatch's last tokens.
 
     `lora/linear.py:add_product` names the kernels known to lose them; this finds others. The numbers are small and
     whole, so that their sums are exact.

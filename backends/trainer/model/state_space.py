@@ -34,7 +34,7 @@ def packed_scan(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         packed_group: str | None = None,
         **other: object,
     ) -> Tensor:
-        """Hidden states [1, T, H, P], which is also returned, dt [1, T, H], A, D and dt_bias [H], B and C
+        """Scan hidden states [1, T, H, P], the result's shape; dt [1, T, H], A, D and dt_bias [H], B and C
         [1, T, G, N]."""
         if packed_cu_seqlens_host is None:
             return own(hidden_states, dt, A, B, C, D=D, dt_bias=dt_bias, **other)
@@ -57,12 +57,12 @@ def packed_scan(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _scan(x_THP: Tensor, decay_TH: Tensor, b_TGN: Tensor, c_TGN: Tensor, chunks: Chunks) -> Tensor:
-    """[T, H, P]: what tokens read by their C of what they and those before have written by their B. `decay_TH` is
-    logarithmic, at most 0."""
+    """Return [T, H, P]: what tokens read by their C of what they and those before have written by their B. `decay_TH`
+    is logarithmic, at most 0."""
     num_groups = b_TGN.shape[1]
 
     def chunked(tensor: Tensor) -> Tensor:
-        """[R, C, ...] of [T, ...]; padding is 0, and changes no state."""
+        """Return [R, C, ...] of [T, ...]; padding is 0, and changes no state."""
         return torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])[chunks.token_RC]
 
     x_RGKCP = chunked(x_THP).unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4)
@@ -83,7 +83,7 @@ def _scan(x_THP: Tensor, decay_TH: Tensor, b_TGN: Tensor, c_TGN: Tensor, chunks:
 
 
 def _passed_between(decay: Tensor) -> Tensor:
-    """[..., C, C]: what is left for a token of what another wrote before it; 0 for those behind it.
+    """Return [..., C, C]: what is left for a token of what another wrote before it; 0 for those behind it.
 
     Summed from each token on: differences of sums over the whole chunk would lose small decays behind large ones.
     """
@@ -94,7 +94,7 @@ def _passed_between(decay: Tensor) -> Tensor:
 
 
 def _states_before(written_RGMN: Tensor, kept_RGK: Tensor, steps: list[int]) -> Tensor:
-    """[R, G, M, N]: each chunk's state before its first token."""
+    """Return [R, G, M, N]: each chunk's state before its first token."""
     width = written_RGMN.shape[2] // kept_RGK.shape[2]
     kept_RGM1 = kept_RGK.repeat_interleave(width, -1)[..., None]
     state_SGMN = torch.zeros_like(written_RGMN[: steps[0]])

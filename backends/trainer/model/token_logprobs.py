@@ -66,7 +66,8 @@ class Scorer(nn.Module):
         return self._root.model
 
     def forward(self, batch: Microbatch, scales_TR: Tensor, gradient: "TokenGradient | None" = None) -> Tensor:
-        """[T, K] float32, nats, of a microbatch's targets; `scales_TR` are its tokens' scales of the loaded adapters.
+        """Return [T, K] float32, nats, of a microbatch's targets; `scales_TR` are its tokens' scales of the loaded
+        adapters.
 
         With `gradient` backward is faster, and must then get just the gradient that this function gives.
         """
@@ -99,7 +100,7 @@ class TokenGradient(Protocol):
     """The gradient of a loss in which a token's depends on no other token's log probabilities."""
 
     def __call__(self, logprobs_TK: Tensor, begin: int) -> Tensor:
-        """[T, K], from the log probabilities of the microbatch's tokens from `begin` on."""
+        """Return [T, K], from the log probabilities of the microbatch's tokens from `begin` on."""
 
 
 def _from(gradient: TokenGradient, first: int) -> TokenGradient:
@@ -115,7 +116,7 @@ def target_logprobs(  # noqa: PLR0913
     gradient: TokenGradient | None = None,
     transform: LogitTransform = LogitTransform(),  # noqa: B008 - frozen
 ) -> Tensor:
-    """[T, K] float32, nats. Backward accumulates the gradients of the head's adapters.
+    """Return [T, K] float32, nats. Backward accumulates the gradients of the head's adapters.
 
     With `gradient` forward does that, while a chunk's logits are there.
     """
@@ -195,8 +196,8 @@ def _add_gradients(
 
 
 def _widened(head: LoraLinear, num_tokens: int) -> Tensor | None:
-    """[V, H + R], the weight and B, for many tokens: adding one's product to the other's would write and read all
-    logits once more. For few tokens that costs less than copying the weight."""
+    """Return [V, H + R], the weight and B, for many tokens: adding one's product to the other's would write and read
+    all logits once more. For few tokens that costs less than copying the weight."""
     if num_tokens < MANY_TOKENS:
         return None
     num_outputs, width = head.weight.shape
@@ -206,7 +207,7 @@ def _widened(head: LoraLinear, num_tokens: int) -> Tensor | None:
 
 
 def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, V] in float32, and the scaled inner products [T, R]."""
+    """Return [T, V] in float32, and the scaled inner products [T, R]."""
     inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
     if widened_VH is not None:
         return _head_logits(torch.cat([hidden_TH, inner_TR], 1), widened_VH, head.bias), inner_TR
@@ -222,7 +223,7 @@ def trained_target_logprobs(
     targets_TK: Tensor,
     transform: LogitTransform = LogitTransform(),  # noqa: B008 - frozen
 ) -> Tensor:
-    """[T, K] float32, nats, with a head that is itself in training."""
+    """Return [T, K] float32, nats, with a head that is itself in training."""
     return cast(Tensor, _TrainedHead.apply(hidden_TH, weight_VH, bias_V, targets_TK, transform))  # type: ignore[no-untyped-call]
 
 
@@ -278,7 +279,7 @@ def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 def _head_logits(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    """[T, V] in float32.
+    """Return [T, V] in float32.
 
     Logits are never rounded to the base's precision: on large ones that alone costs 0.025 nats.
     """
@@ -291,7 +292,7 @@ def _head_logits(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) ->
 
 
 def _normaliser(logits_TV: Tensor) -> Tensor:
-    """[T, 1] log-sum-exp, nats."""
+    """Return the log-sum-exp [T, 1], nats."""
     if logits_TV.is_cuda:
         from backends.kernels.log_softmax import normaliser
 
@@ -302,7 +303,7 @@ def _normaliser(logits_TV: Tensor) -> Tensor:
 def _logits_gradient(
     logits_TV: Tensor, lse_T1: Tensor, targets_TK: Tensor, grad_TK: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[T, V] in `dtype`, rounded once: the gradient of the logits, given that of the log probabilities."""
+    """Return [T, V] in `dtype`, rounded once: the gradient of the logits, given that of the log probabilities."""
     weight_T1 = grad_TK.sum(-1, keepdim=True)
     gradient_TV = _probabilities(logits_TV, lse_T1, weight_T1, dtype)
     if targets_TK.shape[1] > 1:
@@ -312,7 +313,7 @@ def _logits_gradient(
 
 
 def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, V] in `dtype`: each token's probabilities times minus its weight."""
+    """Return [T, V] in `dtype`: each token's probabilities times minus its weight."""
     if logits_TV.is_cuda:
         from backends.kernels.log_softmax import probabilities
 

@@ -55,7 +55,7 @@ class _CachedFeatures:
         self._host, self._features = pinned.clone(), ()
 
     def on(self, device: torch.device) -> ImageFeatures:
-        """The features on a device, in one copy."""
+        """Return the features on a device, in one copy."""
         features, host = self._features, self._host  # in this order: a thread may be moving them
         return features if host is None else self._parts(to_device(host, device))
 
@@ -132,7 +132,7 @@ class ImageEncoder:
         return given
 
     def _features(self, batch: Microbatch, device: torch.device) -> object:
-        """The features as the model's own get_image_features returns them."""
+        """Return the features as the model's own get_image_features returns them."""
         images = batch.images
         scales = batch.tower_scales or [None] * len(images)
         found: dict[tuple[str, int], ImageFeatures] = {}

@@ -82,7 +82,7 @@ class BatchRequest:
         return [index for step in self._plan for part in step for index in part if index in self._left]
 
     def next_on(self, rank: int, besides: Sequence[int]) -> list[int]:
-        """This rank's datums of the next planned microbatch, once those of `besides` are computed."""
+        """Return this rank's datums of the next planned microbatch, once those of `besides` are computed."""
         parts = ([index for index in step[rank] if index in self._left and index not in besides] for step in self._plan)
         return next((part for part in parts if part), [])
 
@@ -99,7 +99,7 @@ class BatchRequest:
         self._left.difference_update(indices)
 
     def require_finite(self, indices: Sequence[int]) -> None:
-        """Raises InvalidInput if a log probability that this rank has of these datums is not finite."""
+        """Raise InvalidInput if a log probability that this rank has of these datums is not finite."""
         for index in indices:
             if not np.isfinite(self.share.logprobs[index]).all():
                 raise InvalidInput(
@@ -118,7 +118,7 @@ class BatchRequest:
         )
 
     def _replayed(self, shares: Sequence[Share]) -> dict[str, float]:
-        """The count of router replay; empty if no routing is replayed at all."""
+        """Return the count of router replay; empty if no routing is replayed at all."""
         counts = [count for share in shares for count in share.replayed.values()]
         return {"replayed_tokens:sum": float(sum(counts))} if counts else {}
 
@@ -130,7 +130,8 @@ Members = dict[BatchRequest, list[int]]
 def plan_batch(
     loss_input: ForwardBackwardInput, side_by_side: int, max_tokens: int, longest: int
 ) -> list[list[list[int]]]:
-    """`plan_steps` with microbatches of `max_tokens`. Raises InvalidInput for a datum of more than `longest` tokens."""
+    """Run `plan_steps` with microbatches of `max_tokens`. Raises InvalidInput for a datum of more than `longest`
+    tokens."""
     of_datums = lengths(loss_input)
     for index, length in enumerate(of_datums):
         if length > longest:
@@ -139,8 +140,8 @@ def plan_batch(
 
 
 def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max_tokens: int) -> list[Members]:
-    """Each rank's next microbatch: what the first request has planned, and as far as there is room what the others have
-    left, in their order."""
+    """Choose each rank's next microbatch: what the first request has planned, and as far as there is room what the
+    others have left, in their order."""
     first = requests[0]
     chosen: list[Members] = [{first: indices} if indices else {} for indices in first.next_parts]
     used = [first.num_tokens(members.get(first, ())) for members in chosen]
@@ -161,10 +162,10 @@ def _ranks_fit(members: Members, other: BatchRequest) -> bool:
 
 
 def lengths(loss_input: ForwardBackwardInput) -> list[int]:
-    """Tokens of each datum: an input is as long as its targets, as `check_forward_backward` ensures."""
+    """Return the tokens of each datum: an input is as long as its targets, as `check_forward_backward` ensures."""
     return [len(targets(datum)) for datum in loss_input.data]
 
 
 def targets(datum: Datum) -> np.ndarray:
-    """[N] or [N, K] int64."""
+    """Return [N] or [N, K] int64."""
     return datum.loss_fn_inputs["target_tokens"]

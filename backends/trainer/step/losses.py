@@ -18,7 +18,7 @@ LARGEST_LOG_RATIO = 80.0
 
 
 def cross_entropy(logprobs_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """-sum(weight * logprob). Weights may be negative or large: they may be any gradient.
+    """Return -sum(weight * logprob). Weights may be negative or large: they may be any gradient.
 
     logprobs_TK  [T, K] float32, nats: of the targets, carries the gradient
     weights_TK   [T, K] float32
@@ -27,7 +27,7 @@ def cross_entropy(logprobs_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def importance_sampling(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """-sum(ratio * advantage), ratio = exp(logprob - old logprob): REINFORCE corrected for the sampling policy.
+    """Return -sum(ratio * advantage), ratio = exp(logprob - old logprob): REINFORCE corrected for the sampling policy.
 
     logprobs_T      [T] float32, nats: current policy, carries the gradient
     old_logprobs_T  [T] float32, nats: the policy that sampled the tokens
@@ -37,7 +37,7 @@ def importance_sampling(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T
 
 
 def ppo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
-    """Clipped surrogate loss (Schulman et al. 2017, eq. 7, arXiv:1707.06347).
+    """Return the clipped surrogate loss (Schulman et al. 2017, eq. 7, arXiv:1707.06347).
 
     low_T, high_T  [T] float32: bounds of the probability ratio itself, e.g. 0.8 and 1.2
     """
@@ -47,8 +47,8 @@ def ppo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T:
 
 
 def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """[T] exp(logprob - old logprob), with its gradient; 1 where the advantage is 0, so that no old log probability of
-    a token that must not train can make inf * 0."""
+    """Return [T] exp(logprob - old logprob), with its gradient; 1 where the advantage is 0, so that no old log
+    probability of a token that must not train can make inf * 0."""
     log_ratio_T = torch.where(advantages_T == 0, 0.0, logprobs_T - old_logprobs_T)
     # Not a clamp alone, whose gradient would be 0: the token would silently not train.
     excess_T = (log_ratio_T - log_ratio_T.clamp(max=LARGEST_LOG_RATIO)).detach()
@@ -56,7 +56,7 @@ def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> 
 
 
 def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
-    """Clipped importance weights as constants (MiniMax-M1, eq. 4, arXiv:2506.13585)."""
+    """Return the loss whose clipped importance weights are constants (MiniMax-M1, eq. 4, arXiv:2506.13585)."""
     weight_T = _ratio(logprobs_T.detach(), old_logprobs_T, advantages_T).clamp(low_T, high_T)
     return -(weight_T * logprobs_T * advantages_T).sum()
 
@@ -95,7 +95,7 @@ def gspo(  # noqa: PLR0913
 def _sequence_ratio(
     logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor, datum_T: Tensor, num_datums: int
 ) -> Tensor:
-    """[T] the ratio of each position's datum."""
+    """Return the ratio of each position's datum [T]."""
     inside_T = (mask_T != 0).float()
     log_ratio_T = torch.where(mask_T != 0, logprobs_T - old_logprobs_T, 0.0)
     total_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, log_ratio_T)
@@ -176,7 +176,7 @@ _NUM_VALUES = len(_SUMS) + 1
 
 
 def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
-    """[9] float32: sums over the positions that train, and the largest gap; `metrics` combines microbatches."""
+    """Return [9] float32: sums over the positions that train, and the largest gap; `metrics` combines microbatches."""
     weights = x.tensors["advantages" if loss.ratio is not None else "weights"]
     trains_T = weights != 0
     observed = torch.zeros(_NUM_VALUES, device=value.device)
@@ -198,8 +198,8 @@ def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
 
 
 def metrics(observations: Iterable[Sequence[float]], loss: Loss) -> dict[str, float]:
-    """Metrics by name and reduction: how the SDK combines several requests' (protocol section 6.4). Means are over
-    positions that train; without any, or if one is not finite, they are left out."""
+    """Return metrics by name and reduction, which is how the SDK combines several requests' (protocol section 6.4).
+    Means are over positions that train; without any, or if one is not finite, they are left out."""
     observations = list(observations)
     sums = {name: math.fsum(one[index] for one in observations) for index, name in enumerate(_SUMS)}
     named = {"loss:sum": sums["loss"], "tokens:sum": sums["tokens"]}

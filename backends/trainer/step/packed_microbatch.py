@@ -83,19 +83,19 @@ class MicrobatchRunner:
         return failures
 
     def _recomputed_layers(self, memory: Memory, chosen: Sequence[Members]) -> int:
-        """Number of layers to recompute: the same on all ranks that wait for each other, for what is recomputed is
-        all-gathered or exchanged again."""
+        """Return the number of layers to recompute: the same on all ranks that wait for each other, for what is
+        recomputed is all-gathered or exchanged again."""
         most = max(_num_tokens(members) for members in chosen)
         layers = memory.layers_for(-(-most // self._world.num_slices))
         return largest(layers, self._world) if self._base.is_coupled else layers
 
     def _limit_s(self, members: Members) -> float:
-        """Largest number of seconds that a microbatch takes."""
+        """Return the largest number of seconds that a microbatch takes."""
         num_images = sum(one.num_images(indices) for one, indices in members.items())
         return microbatch_s(_num_tokens(members), num_images, self._base.num_parameters, self._world.device)
 
     def _rendered(self, members: Members) -> tuple[dict[int, list[Rendered]], dict[int, InvalidInput | BackendFailed]]:
-        """By a request's number, its rendered datums, or InvalidInput for images that do not decode."""
+        """Return each request's rendered datums by its number, or its InvalidInput for images that do not decode."""
         vision, renderer, device = self._base.vision, self._base.renderer, self._world.device
         # In a sharded base the tower is all-gathered with the rest, when the microbatch is computed.
         begins = device.type == "cuda" and not self._base.is_sharded
@@ -114,7 +114,7 @@ class MicrobatchRunner:
         return agreed_each({one.number: partial(render, one, indices) for one, indices in members.items()}, self._world)
 
     def _elsewhere(self, members: Members) -> set[str]:
-        """Hashes of images of which this rank's slice of the microbatch has no token."""
+        """Return the hashes of images of which this rank's slice of the microbatch has no token."""
         if self._world.num_slices == 1:
             return set()
         lengths = [one.lengths[index] for one, index in _datums(members)]
@@ -135,7 +135,8 @@ class MicrobatchRunner:
             self._base.renderer.prefetch(inputs, self._known(one, elsewhere))
 
     def _known(self, one: BatchRequest, elsewhere: Container[str]) -> Container[str]:
-        """Hashes of images whose pixels are not needed: of those `elsewhere`, and of those that the tower has seen."""
+        """Return the hashes of images whose pixels are not needed: of those `elsewhere`, and of those that the tower
+        has seen."""
         if one.model.config.train_vision or self._base.vision is None:
             return elsewhere
         return _Either(elsewhere, self._base.vision)
@@ -182,7 +183,7 @@ class MicrobatchRunner:
         return _Packed(batch, scales_TR, losses)
 
     def _in_memory(self, members: Members, packed: _Packed) -> Tensor:
-        """`_forward_backward`, retried with the least memory if it runs out of it."""
+        """Run `_forward_backward`, retried with the least memory if it runs out of it."""
         try:
             return self._forward_backward(members, packed)
         except torch.OutOfMemoryError:
@@ -194,7 +195,7 @@ class MicrobatchRunner:
         return self._forward_backward(members, packed)
 
     def _forward_backward(self, members: Members, packed: _Packed) -> Tensor:
-        """[P, 9]: what `observe` gives for each request."""
+        """Return [P, 9]: what `observe` gives for each request."""
         logprobs_TK = self._base.score(packed.batch, packed.scales_TR, _token_gradient(members, packed.losses))
         if not members:  # the others have one more microbatch: take part in their collectives, with no gradient
             if logprobs_TK.requires_grad:
@@ -247,7 +248,7 @@ class MicrobatchRunner:
 
 
 def _token_gradient(members: Members, losses: Sequence[Callable[..., LossInputs]]) -> TokenGradient | None:
-    """The gradient of the requests' losses together; None if a loss has none by token."""
+    """Return the gradient of the requests' losses together; None if a loss has none by token."""
     if not members or not all(one.loss.by_token for one in members):
         return None
     ends = list(accumulate(one.num_tokens(indices) for one, indices in members.items()))
@@ -268,7 +269,7 @@ def _token_gradient(members: Members, losses: Sequence[Callable[..., LossInputs]
 
 
 def _tower_scales(members: Members, rendered: dict[int, list[Rendered]], scales_PR: Tensor) -> list[Tensor | None]:
-    """By image, as `Microbatch.tower_scales`."""
+    """Return each image's scales, as `Microbatch.tower_scales`."""
     found: list[Tensor | None] = []
     for one, scales_R in zip(members, scales_PR, strict=True):
         own = scales_R if one.model.config.train_vision else None
@@ -277,7 +278,8 @@ def _tower_scales(members: Members, rendered: dict[int, list[Rendered]], scales_
 
 
 def _experts(members: Members, rendered: dict[int, list[Rendered]], replay: RouterReplay, num_tokens: int) -> Tensor:
-    """[L, T, K], as `Microbatch.experts_LTK`; the requests' shares get the number of tokens with known routing."""
+    """Return [L, T, K], as `Microbatch.experts_LTK`; the requests' shares get the number of tokens with known
+    routing."""
     parts = []
     for one, indices in members.items():
         for index, datum in zip(indices, rendered[one.number], strict=True):
@@ -309,7 +311,7 @@ class _Either:
 
 
 def _datums(members: Members) -> list[tuple[BatchRequest, int]]:
-    """The datums of a microbatch in the order of its tokens."""
+    """Return the datums of a microbatch in the order of its tokens."""
     return [(one, index) for one, indices in members.items() for index in indices]
 
 

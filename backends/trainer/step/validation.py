@@ -48,7 +48,7 @@ def published(loss_input: ForwardBackwardInput, stable_reinforce: str | None) ->
 
 
 def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput, max_context_length: int) -> None:
-    """Raises InvalidInput that names the datum, the field and what is allowed."""
+    """Raise InvalidInput that names the datum, the field and what is allowed."""
     loss = LOSSES.get(loss_input.loss_fn)
     if loss is None:
         hint = "; its formula is not published: the operator may choose one by the setting backend.stable_reinforce"
