@@ -1,5 +1,6 @@
 """The repository's own habits: workflows, hooks and pages agree with the project they serve."""
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -57,3 +58,43 @@ def test_the_changelog_begins_with_what_is_not_released() -> None:
 def test_the_glossary_is_in_the_order_of_the_alphabet() -> None:
     words = re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)[1:]
     assert words == sorted(words, key=str.casefold)
+
+
+def test_the_docstring_of_a_function_begins_with_a_verb() -> None:
+    """As far as a pattern sees it: with no article and no shape. An `__init__` may describe its parameters."""
+    files = [path for room in ("api_schemas", "backends", "tinker_server") for path in (ROOT / room).rglob("*.py")]
+    nouns = [
+        f"{path.relative_to(ROOT)}: {node.name}" for path in files for node in _functions_described_by_a_noun(path)
+    ]
+    assert len(files) > 300 and nouns == []
+
+
+def _functions_described_by_a_noun(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.walk(ast.parse(path.read_text()))
+    functions = [node for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node
+        for node in functions
+        if re.match(r"\[|(The|A|An) ", ast.get_docstring(node) or "") and not _may_be_a_noun(node)
+    ]
+
+
+def _may_be_a_noun(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return node.name == "__init__" or any("property" in ast.unparse(one) for one in node.decorator_list)
+
+
+def test_a_docstring_that_begins_with_a_noun_is_found(tmp_path: Path) -> None:
+    (tmp_path / "nouns.py").write_text(
+        """
+def found(): "The number."
+async def also(): "[T] float32."
+def verb(): "Return the number."
+class Thing:
+    @property
+    def number(self): "The number."
+    @cached_property
+    def other(self): "A number."
+    def __init__(self): "The number is even."
+"""
+    )
+    assert [node.name for node in _functions_described_by_a_noun(tmp_path / "nouns.py")] == ["found", "also"]
