@@ -35,7 +35,7 @@ class AdapterLoader:
         self._loaded: set[Version] = set()
 
     def link(self, source: Path, directory: Path) -> LoadCheck | None:
-        """Link an adapter's files; without a canary they are checked for values that are not finite."""
+        """Link an adapter's files; without a load check they are checked for values that are not finite."""
         directory.mkdir()
         if (source / LOAD_CHECK_FILE).exists():
             raise InvalidInput(
@@ -46,10 +46,10 @@ class AdapterLoader:
         try:
             with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
                 link_each(source, directory, other_files(file.metadata()))
-                canary = LoadCheck.from_metadata(file.metadata())
-                if canary is None:  # else the trainer has checked it
+                load_check = LoadCheck.from_metadata(file.metadata())
+                if load_check is None:  # else the trainer has checked it
                     _check_finite(file)
-                return canary
+                return load_check
         except SafetensorError as error:
             raise BackendFailed(f"the sampler cannot load these weights: {error}") from None
 
@@ -78,8 +78,8 @@ class AdapterLoader:
                 "the sampler cannot load these weights: the engine has no place for"
                 f" {', '.join(ignored[:_MAX_NAMES])}{others}"
             )
-        if (canary := version.canary) is not None:
-            await check_scores(self._engine, canary, request, self._renderer, self._dtype)
+        if (load_check := version.load_check) is not None:
+            await check_scores(self._engine, load_check, request, self._renderer, self._dtype)
         self._loaded.add(version)
 
     async def unload(self, version: Version) -> None:

@@ -52,7 +52,7 @@ class FullModelLoader:
             )
         try:
             link_each(source, directory, [file.name for file in source.iterdir()])
-            canary = LoadCheck.from_metadata(json.loads((directory / LOAD_CHECK_FILE).read_text()))
+            load_check = LoadCheck.from_metadata(json.loads((directory / LOAD_CHECK_FILE).read_text()))
             for file in directory.glob("*.safetensors"):
                 with safe_open(file, framework="pt"):
                     pass  # all of it is there
@@ -60,8 +60,8 @@ class FullModelLoader:
             raise InvalidInput("the sampler weights no longer exist") from None
         except (SafetensorError, ValueError) as error:
             raise BackendFailed(f"the sampler cannot load these weights: {error}") from None
-        assert canary is not None
-        return canary
+        assert load_check is not None
+        return load_check
 
     @property
     def pinned(self) -> Version | None:
@@ -94,9 +94,9 @@ class FullModelLoader:
             await self._engine.reset_encoder_cache()
             if missing:
                 raise BackendFailed(f"the sampler cannot use these weights: they lack {', '.join(missing[:5])}")
-            canary = version.canary
-            assert canary is not None
-            await check_scores(self._engine, canary, None, self._renderer, self._dtype)
+            load_check = version.load_check
+            assert load_check is not None
+            await check_scores(self._engine, load_check, None, self._renderer, self._dtype)
             self._loaded = version
 
     async def unload(self, version: Version) -> None:

@@ -90,15 +90,15 @@ async def score(engine: AsyncLLM, token_ids: list[int], adapter: LoRARequest | N
 
 
 async def check_scores(
-    engine: AsyncLLM, canary: LoadCheck, adapter: LoRARequest | None, renderer: Renderer, dtype: str
+    engine: AsyncLLM, load_check: LoadCheck, adapter: LoRARequest | None, renderer: Renderer, dtype: str
 ) -> None:
     """Raise BackendFailed where the engine, which computes in `dtype`, does not score as whoever saved the weights."""
-    canary.check_same(await score(engine, canary.token_ids, adapter), dtype)
-    if canary.image:
-        rendered = await asyncio.to_thread(renderer.render, canary.behind_image, "the image of a test")
+    load_check.check_same(await score(engine, load_check.token_ids, adapter), dtype)
+    if load_check.image:
+        rendered = await asyncio.to_thread(renderer.render, load_check.behind_image, "the image of a test")
         inputs = engine_input(rendered, renderer.family.vision, "")
         logprobs = await _score(engine, inputs, adapter)
-        canary.check_same_behind_image(logprobs[-len(canary.token_ids) :], dtype)
+        load_check.check_same_behind_image(logprobs[-len(load_check.token_ids) :], dtype)
 
 
 async def _score(engine: AsyncLLM, inputs: EngineInput, adapter: LoRARequest | None) -> np.ndarray:

@@ -33,7 +33,7 @@ class Version:
         self.users = 0
 
     @property
-    def canary(self) -> LoadCheck | None:
+    def load_check(self) -> LoadCheck | None:
         """The trainer's scores with it, if its files have them."""
         return self.linking.result()
 
@@ -111,8 +111,8 @@ class VersionCache:
 
     def model_id(self, version: Version | None) -> str:
         """Return the model whose weights they are; empty where nothing says so."""
-        canary = None if version is None else version.canary
-        return "" if canary is None else canary.model_id
+        load_check = None if version is None else version.load_check
+        return "" if load_check is None else load_check.model_id
 
     async def load(self, version: Version | None) -> LoRARequest | None:
         """Load a held version for a sequence that has its slot, and return the engine's name for it.
