@@ -43,7 +43,7 @@ class Execution:
         self._tracing = tracing
         self._left = LeftOperations(futures)
 
-    def take_up(self, unfinished: list[Operation]) -> None:
+    def adopt(self, unfinished: list[Operation]) -> None:
         """Accept again what an earlier server left."""
         self._left.isolate(unfinished)
         for operation in unfinished:

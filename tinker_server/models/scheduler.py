@@ -55,7 +55,7 @@ class Scheduler:
         created = {operation.lane for operation in unfinished if operation.seq_id == 0}
         lanes = {operation.lane for operation in unfinished if operation.operation_kind != "sample"}
         alive = {lane for lane in lanes if lane in created or await self._can_be_restored(lane)}
-        self._execution.take_up(unfinished)
+        self._execution.adopt(unfinished)
         for operation in unfinished:
             if operation.operation_kind == "sample":
                 await self._resume_sample(operation)
