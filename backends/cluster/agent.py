@@ -1,7 +1,7 @@
 """An actor on each machine, which starts engines and ranks of trainers there with the launcher. Imports no Ray.
 
-A process gets one end of a connection to the server as its own: what it says and is told is as on the
-server's machine, and nothing lies between.
+A process gets one end of a connection to the server as its own: what it sends and receives is as on the server's
+machine, and nothing lies between.
 """
 
 import asyncio

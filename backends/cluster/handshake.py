@@ -88,7 +88,8 @@ async def connect(address: str, token: str, **request: Any) -> Connection:
 
 
 async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Connection | None:
-    """Return the connection of a machine that has the token, with its request; None for any other, which is told."""
+    """Return the connection of a machine that has the token, with its request; None for any other, which is refused
+    if its token is wrong."""
     _probe(writer)
     connection = Connection(reader, writer, {})
     greeting = await _said(connection)

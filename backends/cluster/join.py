@@ -46,7 +46,7 @@ async def until_answered(ask: Callable[[], Awaitable[T]], for_s: float = WAIT_S)
 
 
 async def join(own: Offer) -> None:
-    """Belong to the cluster until this machine is told to leave, or cancelled; join again whenever the server is back.
+    """Belong to the cluster until this machine is asked to leave, or cancelled; join again once the server is back.
 
     Raises BackendFailed where it is refused, or Unreachable if no server answers for WAIT_S before it was there at all.
     """
@@ -70,7 +70,7 @@ async def join(own: Offer) -> None:
 
 
 async def _belong(offer: Offer, connection: Connection) -> bool:
-    """Run Ray until the connection closes; return whether this machine has been told to leave. Raises RayEnded."""
+    """Run Ray until the connection closes; return whether this machine has been asked to leave. Raises RayEnded."""
     log.info("%s joins %s", offer.name, offer.server)
     host = offer.server.rpartition(":")[0]
     arguments = ["--address", f"{host}:{connection.said['ray_port']}", "--labels", f"{NODE_LABEL}={offer.ray_label}"]
@@ -123,7 +123,7 @@ async def leave(address: str, token_file: Path, name: str) -> None:
 
 
 async def told_to_leave(connection: Connection) -> bool:
-    """Wait until the connection closes; return whether this machine has been told to leave."""
+    """Wait until the connection closes; return whether this machine has been asked to leave."""
     while (said := await connection.receive()) is not None:
         if said.get("leave"):
             connection.send(leaves=True)

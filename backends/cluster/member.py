@@ -20,7 +20,7 @@ class Member:
         self._invitation, self._name, self._node = invitation, name, node
 
     async def belong(self) -> bool:
-        """Belong until the connection ends; return whether this machine was told to leave. Raises BackendFailed."""
+        """Belong until the connection ends; return whether this machine was asked to leave. Raises BackendFailed."""
         from backends.cluster.join import offer_of, told_to_leave  # slow to import: brings transformers
 
         asked = self._invitation

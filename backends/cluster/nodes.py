@@ -69,7 +69,7 @@ class Members:
         self._invitation = invitation
         self._own = ray.get_runtime_context().get_node_id()
         self._nodes: dict[str, asyncio.Task[None]] = {}
-        """Those that have been invited, by Ray's number. One that was told to leave is not invited again."""
+        """Those that have been invited, by Ray's number. One that was asked to leave is not invited again."""
 
     async def invite(self) -> None:
         """Invite every node that there is, and that comes."""
@@ -82,7 +82,7 @@ class Members:
             await asyncio.sleep(_LOOK_S)
 
     async def _keep(self, node: dict[str, Any]) -> None:
-        """Have a node belong until it has been told to leave."""
+        """Have a node belong until it has been asked to leave."""
         name, pause_s = _name(node), _FIRST_PAUSE_S
         while True:
             began = asyncio.get_running_loop().time()
@@ -98,7 +98,7 @@ class Members:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _belong(self, node: dict[str, Any], name: str) -> bool:
-        """Run a member, which reserves the node's GPUs in Ray; return whether it was told to leave."""
+        """Run a member, which reserves the node's GPUs in Ray; return whether it was asked to leave."""
         number, num_gpus = str(node["NodeID"]), node["Resources"].get("GPU", 0)
         made = ray.remote(Member).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=_on(number))
         member = made.remote(self._invitation, name, number)

@@ -1,4 +1,4 @@
-"""Decode PNG and JPEG files to pixels. The files are tenants' own: every error names its file, and the time that
+"""Decode PNG and JPEG files to pixels. The files are users' own: every error names its file, and the time that
 reading one may take is bounded before it is read."""
 
 import io

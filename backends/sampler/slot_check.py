@@ -5,7 +5,7 @@ in bfloat16 too close to the right ones for any text to tell. The files are read
 vLLM keeps of them.
 
 The ranks of an engine each have a part of B's outputs in most layers, and of A's inputs in those that add up all
-ranks' outputs. Which part is told by the sizes and the rank alone, not by vLLM's own slicing.
+ranks' outputs. The sizes and the rank alone say which part, not vLLM's own slicing.
 
 S slots, E experts (1 in other layers), R the engine's largest rank, r the adapter's, I inputs, O outputs
 """

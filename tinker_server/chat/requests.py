@@ -36,7 +36,7 @@ FIELDS: dict[ChatEndpoint, frozenset[str]] = {
     ),
     "count_tokens": frozenset(_CONVERSATION_FIELDS.split()),
 }
-"""Supported fields. vLLM has many more, which are for its operator or would let tenants affect one another."""
+"""Supported fields. vLLM has many more, which are for its operator or would let owners affect one another."""
 
 ANY = object()
 WITHOUT_EFFECT: dict[ChatEndpoint, dict[str, tuple[object, ...]]] = {

@@ -50,7 +50,7 @@ class Lease:
 
     @property
     def is_taken(self) -> bool:
-        """Return whether another server's lease can be told from this one."""
+        """True if another server's lease can be distinguished from this one."""
         return self._epoch is not None
 
     def require(self) -> None:
