@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--base-precision", choices=["fp8"], help=precision_help)
     _add_sizes(models)
     models.add_argument(
-        "--train-vision", action="store_true", default=None, help="models train the vision tower too (they do not)"
+        "--train-vision", action="store_true", default=None, help="models train the vision tower too (off)"
     )
     routing_help = "mixtures of experts train on samples with the sampler's choice of experts (the trainer's own)"
     models.add_argument("--replay-routing", action="store_true", default=None, help=routing_help)
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
     serving.add_argument("--host", help="address to listen on (127.0.0.1); addresses beyond loopback need API keys")
     serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
-    cluster_help = "let other machines join, which sample and train too (they may not)"
+    cluster_help = "let other machines join, which sample and train too (off)"
     serving.add_argument("--cluster", action="store_true", default=None, help=cluster_help)
     serving.add_argument("--cluster-address", help="address by which other machines reach this one (its own)")
     port_help = "port at which other machines join; Ray takes the two behind it (8100)"
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     scope_help = "what the key is for: all, sample (sampling and chats alone) or metrics (/metrics alone) (all)"
     adding.add_argument("--scope", choices=SCOPES, default="all", help=scope_help)
     adding.add_argument("--admin", action="store_true", help="it may also see and stop the work of all owners")
-    adding.add_argument("--expires-days", type=_days, metavar="DAYS", help="days until it is unknown (it stays)")
+    adding.add_argument("--expires-days", type=_days, metavar="DAYS", help="days until the key expires (never)")
     removing.add_argument("--key", metavar="ID", help="remove the key of this id alone, as `list` shows it")
     actions.add_parser("list", parents=[common], help="list the names and the number of their keys")
     _add_operators(commands, common, [database, models])
@@ -131,7 +131,7 @@ def _add_joining(commands: Commands) -> None:
     common.add_argument("--token-file", type=Path, required=True, metavar="FILE", help=token_help)
     here = socket.gethostname()
     common.add_argument("--name", default=here, help=f"name of the machine in the cluster ({here})")
-    join_help = "let a server on another machine use this one, until it is interrupted or told to leave"
+    join_help = "let a server on another machine use this one, until it is interrupted or asked to leave"
     joining = commands.add_parser("join", parents=[common], help=join_help)
     model_help = "a model of the server, with its directory or hub id here, else fetched from there; may be repeated"
     joining.add_argument("--model", action="append", default=[], metavar="NAME[=SOURCE]", help=model_help)
