@@ -38,7 +38,7 @@ def plan_or_suggest(sizes: Sequence[ModelSize], config: BackendConfig, machine: 
 
 
 def idle_gpus(plan: MemoryPlan, config: BackendConfig) -> str | None:
-    """Say which GPUs a plan leaves idle whose settings name none. None: there is none."""
+    """Return a sentence about idle GPUs; None if none is idle or the settings name GPUs."""
     idle = [str(gpu) for gpu in range(len(plan.totals)) if not plan.of(gpu)]
     if plan.device == "cpu" or not idle or any((config.ranks, config.trainer_gpus, config.sampler_gpus)):
         return None
@@ -101,7 +101,7 @@ def _models(config: BackendConfig) -> list[Suggestion]:
 
 
 def _caches(config: BackendConfig, machine: Machine) -> list[Suggestion]:
-    """Suggest whole GiB, none larger than a memory."""
+    """Suggest smaller caches, in whole GiB, none larger than a memory."""
     most = min(config.kv_cache_bytes or 0, max(machine.main_bytes, *machine.gpu_bytes, 0))
     caches = [size_gib for size_gib in range(most // GIB, 0, -1) if size_gib * GIB != config.kv_cache_bytes]
     return [Suggestion(f"--kv-cache {size_gib}", {"kv_cache_bytes": size_gib * GIB}) for size_gib in caches]

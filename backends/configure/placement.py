@@ -37,13 +37,13 @@ LORA_RANKS = (128, 64, 32, 16, 8)
 RECIPES_RANK = 32
 """The rank that must fit before a context is made shorter."""
 SEVERAL_RANKS, MOST_MODELS = 256, 8
-"""By default a rank beyond the recipes' is the largest only if models of it fit whose ranks add up to this, two of rank
-128; and the most models of it."""
+"""By default the rank is the largest above RECIPES_RANK of which SEVERAL_RANKS // rank models fit. MOST_MODELS: at most
+so many models."""
 
 
 @dataclass(frozen=True)
 class _Open:
-    """What a try puts where the settings are silent."""
+    """Values of one attempt for the settings that are absent."""
 
     context: int
     lora_rank: int
@@ -124,7 +124,7 @@ def _base_copies(sizes: Sequence[ModelSize], config: BackendConfig, device: Devi
 
 
 def _bases(config: BackendConfig, device: Device) -> Iterator[_Open]:
-    """Yield what must fit at least, the best first."""
+    """Yield the minimum demands to try, the best first."""
     contexts = (config.max_context_length,) if config.max_context_length else CONTEXTS[device]
     ranks = (config.max_lora_rank,) if config.max_lora_rank else LORA_RANKS[LORA_RANKS.index(RECIPES_RANK) :]
     for rank in ranks:
@@ -153,8 +153,8 @@ class _Search:
 
     def laid_out(self, wish: _Open) -> Iterator[MemoryPlan]:
         """Yield plans with this demand, those that use fewer GPUs first, with the engines that are asked for, or one
-        and those that fit beside it. Several ranks replicate the base where microbatches then need not recompute, else
-        shard it, else replicate it where only that fits. Not all of them fit."""
+        and those that fit beside it. Each split is tried with the base replicated and no recomputation, then sharded,
+        then replicated with recomputation. A plan may not fit."""
         demands = {size.name: self._demand(size, wish) for size in self._sizes}
         for ranks, tensor_parallel, is_apart in self._numbers_of_ranks():
             kinds = [False] if self._config.full else [True] if self._is_whole(ranks) else [True, False, True]
