@@ -5,8 +5,8 @@ them in order of arrival. Here a sequence enters only when the engine has room f
 no engine.
 
 Where a model has several engines, each shares itself out in this way, and knows how many sequences each owner has
-running in the others (`pool.py`): an owner's grants count wherever they are. Only an owner with none in this engine
-goes before that count: what waits here cannot run there, and would starve behind what the same owner has elsewhere.
+running in the others (`pool.py`): an owner's grants count wherever they are. But an owner with no sequence here goes
+first, whatever it runs elsewhere: its waiting sequences cannot move.
 """
 
 import asyncio
@@ -179,11 +179,11 @@ class FairAdmission:
         return list({queue.adapter: queue for queue in reversed(queues)}.values())[::-1]
 
     def _closing(self) -> dict[Path, int]:
-        """Return the adapters that are to give their slot up, one for each that waits for a slot.
+        """Map each adapter that must release its slot to an arrival number, one adapter for each that waits for a slot.
 
-        Only sequences of theirs that arrived before the number given still enter, `_sequences_per_slot` at most: those
-        that were there when the adapter got the slot, or before the other one asked. The number is 0 if the owner would
-        still hold more slots than the waiting one after giving this one up.
+        Only sequences that arrived before the number are still admitted, `_sequences_per_slot` at most: those that were
+        there when the adapter got the slot, or before the other one asked. The number is 0 if the owner would still
+        hold more slots than the waiting one after the release.
         """
         without = self._without_slot()[max(0, self._max_adapters - len(self._slots)) :]
         if not without:

@@ -10,9 +10,9 @@ sequences each owner has in the others. Admission before routing would need a ro
 
 **Deaths.** A request whose engine died runs at once on another one, or the first that lives, beside what is there. If
 that one dies too, it waits for it to start again, and runs there apart from all others, as crash isolation says
-(`crash_isolation.py`), until the culprit is found; everybody else's work goes on elsewhere. So a request ends two
-engines that others use, at most, as does all that one owner had on an engine: it moves together. With one engine it is
-isolated after the first death.
+(`crash_isolation.py`), until the culprit is found; everybody else's work goes on elsewhere. So a request ends at most
+two shared engines. An owner's requests move together, so they end no more. With one engine a request is isolated after
+the first death.
 """
 
 import asyncio

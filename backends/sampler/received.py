@@ -18,8 +18,7 @@ from backends.processes.rpc import WeightsAbsent
 from backends.protocol import InvalidInput
 
 MAX_RECEIVED = 64
-"""Versions that stay, the least recently used leave first. An engine has 32 loaded, whose files are links: what leaves
-here while it is in use stays there."""
+"""Cached versions (LRU). Evicting one in use is safe: the engine holds links to its files, of 32 versions at most."""
 _HIDDEN = "."
 """Names of directories that are written or removed now begin so."""
 
