@@ -27,7 +27,7 @@ class BackendConfig(BaseModel):
     model's masters and moments."""
     context_parallel: int = Field(default=1, ge=1)
     """Trainer ranks that compute each packed microbatch together, each a slice of its tokens. Activations on each GPU
-    are smaller by this factor. It must divide ranks and the model's heads, and excludes full."""
+    are smaller by this factor. Must divide ranks and the model's heads. Not with full."""
     trainer_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Numbers of the GPUs that trainers may use. If absent: any GPU."""
     engines: int | None = Field(default=None, ge=1)

@@ -1,7 +1,7 @@
 """Lines that the processes of a machine write: they are kept in a file there, and sent to the server's log.
 
-Both are bounded. What a machine writes faster, or while the server is away, is left out at the server, the oldest
-first, and the number of bytes is said.
+Both are bounded. Beyond the bound the oldest lines are dropped, and the server's log states how
+many bytes.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class Seat:
     """Ranks on all machines."""
     host: str
     port: int
-    """Where rank 0 listens for the others."""
+    """Port at which rank 0 listens."""
 
 
 StartRank = Callable[[Seat], Awaitable[list[Child]]]

@@ -25,7 +25,7 @@ K = TypeVar("K")
 P = ParamSpec("P")
 T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Longer than any rank waits for another: the server ends a group that hangs long before."""
+"""Never reached: the server ends a hanging group earlier."""
 # Time limits notice what will never end, so each is about ten times what a slow machine needs.
 _FLOPS = {"cpu": 2e9, "cuda": 2e12}
 """Floating-point operations a second: a tenth of two busy cores, a fiftieth of a data-centre GPU."""

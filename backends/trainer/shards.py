@@ -32,7 +32,7 @@ def shard_size(num_elements: int, world: World) -> int:
 
 
 def copy_own(shard_S: Tensor, begin: int, values: Tensor, world: World) -> None:
-    """Copy to this rank's shard its part of `values`, which stand from `begin` on in the flattened tensor."""
+    """Copy the part of `values` that belongs to this rank. `begin`: their offset in the flattened tensor."""
     first = world.machine.rank * len(shard_S)
     low, high = max(begin, first), min(begin + values.numel(), first + len(shard_S))
     if low < high:

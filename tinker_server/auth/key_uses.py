@@ -44,7 +44,7 @@ class KeyUses:
             return
         try:
             await asyncio.to_thread(write_private, self._path, json.dumps(uses).encode())
-        except OSError as error:  # what is only looked at must not stop anything
+        except OSError as error:  # a failure to record a use must not stop the server
             log.warning("the uses of keys are not written: %s", error)
             return
         self._written = uses

@@ -113,8 +113,7 @@ def parts(found: Examination) -> Table:
 
 
 def patches(found: Examination) -> Table:
-    """Return one row for each change inside another project's code; its target is not what it was written for if
-    changed."""
+    """Return one row per patch. State `changed`: the installed code differs from the patched version."""
     table = Table("change", "inside", "state", "why")
     for patch in found.patches:
         table.add_row(patch.name, patch.target, patch.state, patch.why)

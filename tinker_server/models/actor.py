@@ -41,7 +41,7 @@ class Actor:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self.was_cut_off = False
-        """True where an operation was stopped half-way, when the server stopped."""
+        """True if the server's stop interrupted an operation."""
 
     @property
     def is_working(self) -> bool:

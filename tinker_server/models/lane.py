@@ -5,8 +5,8 @@ send, or was refused, keeps its number. A missing number is settled, that is no 
 operation other than a part of a batch arrives (the SDK sends those only after all before them were answered), when the
 server itself refused it, or when a grace has passed.
 
-A number that was skipped may have been a forward_backward, so that the gradient lacks it, as it lacks what failed:
-the next optim_step then fails. A part of a batch that comes late, but before that step is taken, makes the gradient
+A skipped number may be a forward_backward. The gradient is then incomplete, as after a failure, and the next
+optim_step fails. A part of a batch that comes late, but before that step is taken, makes the gradient
 whole again. A later one, or one that is no part of a batch, is refused: the gradient is another one by then. All this
 is in the rows of the lane too, from which a restarted server takes it.
 """
@@ -71,7 +71,7 @@ class Lane:
             self.refused[number] = operation_kind
 
     def put_off(self, number: int, now_s: float) -> None:
-        """Note that an operation was answered 429: it comes again."""
+        """Note a 429: the client will send the number again."""
         if len(self.busy_until_s) < MAX_REFUSED:
             self.busy_until_s[number] = now_s + BUSY_S
 
@@ -80,7 +80,7 @@ class Lane:
         return bool(self.waiting) and number < self.waiting_numbers[0]
 
     def takes(self, operation_kind: str, number: int) -> bool:
-        """Return whether an operation comes in time: none after it has run, or it is a part that this gradient lacks.
+        """Return whether no later operation has run, or the operation is a missing part of the current gradient.
 
         A model that is created again, as number 0, learns that from its result.
         """

@@ -78,7 +78,7 @@ class Log:
     """Time from which a snapshot may be tried again."""
     is_empty: bool = True
     must_end: bool = False
-    """It does not give the model exactly: a snapshot must take its place."""
+    """True if replaying the log would not restore the model: a snapshot is due."""
 
     def add(self, size_bytes: int, seconds: float) -> None:
         """Count one more operation."""

@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 TRIES = 2
 """Restorations of a model under which the trainer ends; after these the model waits for its next operation."""
 CLOSE_S = 0.5
-"""For what is cancelled to end, when the server stops."""
+"""Seconds that cancelled work gets to end, when the server stops."""
 KEEP_S = 3.0
-"""After that, for the last results to be stored and idle models to be moved to disk: `docker stop` kills after 10 s."""
+"""Seconds after that to store the last results and move idle models to disk: `docker stop` kills after 10 s."""
 
 
 class Scheduler:

@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 SNAPSHOT_KEPT_S = 7 * 24 * 3600
 """A suspended model waits so long for its client."""
 AHEAD_S, HELD_S = 60.0, 24 * 3600.0
-"""A clock that is set ahead by more is not followed until it has stayed so for a day."""
+"""A jump of more than AHEAD_S is ignored for HELD_S."""
 
 
 class SteadyClock:
-    """Unix seconds, by which nothing grows old because the machine's clock is set ahead."""
+    """A clock in Unix seconds that ignores jumps ahead, so that nothing expires early."""
 
     def __init__(self) -> None:
         self._epoch = time.time() - time.monotonic()

@@ -24,7 +24,7 @@ MEASURED = 10_000
 
 
 class Holdings:
-    """Counts what rows and directories say, and what is being made and has no row yet."""
+    """Counts stored models and bytes, and those still being written."""
 
     def __init__(self, db: Database, storage: Storage, max_models: int, disk_part: float) -> None:
         self._db = db

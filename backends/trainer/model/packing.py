@@ -94,7 +94,7 @@ class Microbatch:
 
 
 def num_padding(lengths: Sequence[int], multiple_of: int = 1) -> int:
-    """Count the tokens that are missing to a multiple of `multiple_of`.
+    """Return the padding in tokens up to a multiple of `multiple_of`.
 
     A microbatch without samples, of a rank that only takes part in collectives, or without a sample of two tokens gets
     one of two tokens: code compiled for any number of tokens is recompiled for one.

@@ -115,7 +115,7 @@ class FutureStore:
             self._deletions.put((lane, request_ids[start : start + IDS_AT_ONCE]))
 
     def release(self) -> None:
-        """Let all who wait go empty-handed, since the server stops."""
+        """End all waits without a result: the server stops."""
         self.queue.release()
         self.completions.release()
         self.changes.release()
