@@ -31,7 +31,7 @@ def require_possible(config: BackendConfig) -> None:
         (config.base_copies == 1, "base_copies", "1 shares memory with a trainer, and other machines have none"),
     ):
         if is_set:
-            raise BackendFailed(f"setting backend.{name} does not go with backend.cluster: {why}")
+            raise BackendFailed(f"setting backend.{name} does not go with backend.cluster: {why}; turn one of them off")
 
 
 class RemoteEngines:

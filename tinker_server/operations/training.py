@@ -66,10 +66,10 @@ class Training:
         base = self._stores.bases.base(request.base_model).info
         if request.lora_config is None:
             if base.full:
-                raise Unsupported("lora_config is missing: its train_attn, train_mlp and train_unembed say what trains")
-            raise Unsupported(
-                "lora_config is missing: full fine-tuning is not supported, only LoRA, without the setting backend.full"
-            )
+                raise Unsupported(
+                    "lora_config is missing: send one; its train_attn, train_mlp and train_unembed say what trains"
+                )
+            raise Unsupported("lora_config is missing: send one; only a server with backend.full trains all weights")
         trainable = _trainable(request.lora_config, full=base.full, train_vision=_trains_vision(request, base))
         run = _run(request, owner, base, trainable, request.optimizer_config)
         async with self._stores.holdings.model(run.owner, run.model_id):

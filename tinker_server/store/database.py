@@ -331,4 +331,7 @@ def require_searchable(names: Iterable[str]) -> None:
     """Raise BadRequest for a key of user_metadata that cannot be searched for."""
     for name in names:
         if not can_be_searched(name):
-            raise BadRequest(f"user_metadata: the key {name!r} cannot be searched for")
+            raise BadRequest(
+                f"user_metadata: the key {name!r} cannot be searched for; keys of printable characters can be, without"
+                ' quotes (") and backslashes'
+            )

@@ -92,7 +92,10 @@ class SamplerStore:
                 return sampler
             known = record(SamplingSession, first)
             if _weights_of(known) != _weights_of(sampler):
-                raise BadRequest(f"{sampler.sampling_session_id} was created before, for other weights")
+                raise BadRequest(
+                    f"{sampler.sampling_session_id} was created before, for other weights; use another"
+                    " sampling_session_seq_id"
+                )
             return known
 
         self._cached.put(sampler.sampling_session_id, await self._db.change(add))

@@ -58,7 +58,7 @@ class UploadFolder:
     def path(self, upload_id: str) -> Path:
         """Return the directory of an upload's files. Raises UnknownUpload for what is no id."""
         if _ID.fullmatch(upload_id) is None:
-            raise UnknownUpload(f"{upload_id!r} is no upload_id")
+            raise UnknownUpload(f"{upload_id!r} is no upload_id, which has 32 hexadecimal digits")
         return self._root / upload_id
 
     def find(self, upload_id: str) -> Upload | None:

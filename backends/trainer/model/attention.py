@@ -234,11 +234,13 @@ def _packed_attention(
     if arguments.get("softcap") is not None:
         raise BackendFailed(f"softcap in {type(module).__name__} is not supported in bfloat16 on CUDA; float32 is")
     if sinks_H is not None and sinks_H.requires_grad:
-        raise BackendFailed(f"the sinks of {type(module).__name__} are not trained in bfloat16 on CUDA")
+        raise BackendFailed(
+            f"the sinks of {type(module).__name__} are not trained in bfloat16 on CUDA; in float32 they are"
+        )
     if own_window and own_window != window:
         raise BackendFailed(
             f"{type(module).__name__} is not supported in bfloat16 on CUDA: it has a window of {own_window} tokens,"
-            f" and its mask one of {window}"
+            f" and its mask one of {window}; float32 is supported"
         )
     group = arguments["packed_group"]
     query, key, value = _to_heads([tensor[0].transpose(0, 1) for tensor in (query, key, value)], group)

@@ -58,7 +58,7 @@ def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput,
         )
     config = loss_config(loss, loss_input)
     if not loss_input.data:
-        raise InvalidInput("data holds no datum")
+        raise InvalidInput("data is empty: send at least one datum")
     num_pixels = num_cells = 0
     for index, datum in enumerate(loss_input.data):
         where = f"datum {index}"

@@ -25,7 +25,7 @@ MAX_OPEN = 64
 async def live(viewer: Viewing, futures: Futures) -> Response:
     """Stream events for as long as a page is open."""
     if futures.changes.num_watching(viewer.owner) >= MAX_OPEN:
-        raise Busy(f"{MAX_OPEN} pages of this owner are open")
+        raise Busy(f"{MAX_OPEN} pages of this owner are open, as many as are allowed; close one")
     return StreamingResponse(_events(futures.changes, viewer.owner), media_type="text/event-stream")
 
 

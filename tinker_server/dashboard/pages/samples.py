@@ -135,7 +135,8 @@ def _image(shown: Shown, number: int) -> ImageChunk:
     """Return an image of a prompt. Raises UnknownSampler."""
     images = [chunk for chunk in shown.prompt.chunks if isinstance(chunk, ImageChunk)]
     if not 0 <= number < len(images):
-        raise UnknownSampler(f"the sample has {len(images)} images")
+        numbers = f"images 0 to {len(images) - 1}" if images else "no image"
+        raise UnknownSampler(f"image {number}: the sample has {numbers}")
     return images[number]
 
 
