@@ -22,17 +22,17 @@ class BackendConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto takes CUDA if torch sees a GPU."""
     ranks: int | None = Field(default=None, ge=1)
-    """Trainer processes for each base model. If absent: one for each of trainer_gpus, else context_parallel, or on CUDA
-    as many as the model needs. They shard the base (FSDP2) unless each has room for all of it. They always shard a
-    model's masters and moments."""
+    """Trainer processes for each base model. If absent: one for each of trainer_gpus; else context_parallel on a CPU,
+    and on CUDA all GPUs, divided over the models; with sampler_gpus or base_precision as few as fit. They shard the
+    base (FSDP2) unless each has room for all of it. They always shard a model's masters and moments."""
     context_parallel: int = Field(default=1, ge=1)
     """Trainer ranks that compute each packed microbatch together, each a slice of its tokens. Activations on each GPU
     are smaller by this factor. Must divide ranks and the model's heads. Not with full."""
     trainer_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Numbers of the GPUs that trainers may use. If absent: any GPU."""
     engines: int | None = Field(default=None, ge=1)
-    """vLLM engines for each base model. If absent: one on a CPU; on CUDA one on each of sampler_gpus, else on each GPU
-    of the model's trainer, that has room for it."""
+    """vLLM engines for each base model. If absent: one on a CPU; on CUDA one on each GPU with room: of sampler_gpus,
+    else of the model's trainer, and unless trainer_gpus is set, of those without a trainer."""
     sampler_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Numbers of the GPUs that engines may use, which may be the trainers'. If absent: any GPU, first those of the
     trainers."""
@@ -60,7 +60,8 @@ class BackendConfig(BaseModel):
     stable_reinforce is refused."""
     base_copies: Literal[1, 2] | None = None
     """Copies of a base on a GPU: 2, of trainer and engine; or 1, which a third process holds for both. If absent: 1 on
-    CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base."""
+    CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base; but 2 for linear attention, Gemma
+    3 with images, DeepSeek-V3 and quantised bases, and with cluster."""
     base_precision: Literal["fp8"] | None = None
     """fp8: if the files of a base are in fp8 by blocks, trainers keep its linears so, and dequantise them for each use.
     If absent: they are dequantised once, to twice the memory. The numbers are the same."""

@@ -47,10 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"serve a base model, a directory or a hub id, under a name; may be repeated; {TINY_VL} needs no source",
     )
     models.add_argument("--device", choices=["auto", "cpu", "cuda"], help="device to compute on (auto)")
-    models.add_argument("--ranks", type=int, help="trainer processes per base model (1; on CUDA as many as it needs)")
+    models.add_argument("--ranks", type=int, help="trainer processes per base model (1; on CUDA all GPUs, shared out)")
     context_help = "trainer processes that compute each packed microbatch together, a slice of its tokens each (1)"
     models.add_argument("--context-parallel", type=int, metavar="N", help=context_help)
-    models.add_argument("--engines", type=int, help="vLLM engines per base model (1; on CUDA one for each of its GPUs)")
+    models.add_argument("--engines", type=int, help="vLLM engines per base model (1; on CUDA one per GPU with room)")
     parallel_help = "GPUs that each engine is divided over (1; on CUDA as many as it needs)"
     models.add_argument("--tensor-parallel", type=int, help=parallel_help)
     models.add_argument("--trainer-gpus", type=_numbers, metavar="N,N", help="GPUs that trainers may use (any)")
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     adding.add_argument("--admin", action="store_true", help="it may also see and stop the work of all owners")
     adding.add_argument("--expires-days", type=_days, metavar="DAYS", help="days until the key expires (never)")
     removing.add_argument("--key", metavar="ID", help="remove the key of this id alone, as `list` shows it")
-    actions.add_parser("list", parents=[common], help="list the names and the number of their keys")
+    actions.add_parser("list", parents=[common], help="list the keys: name, id, scope, dates, last use")
     _add_operators(commands, common, [database, models])
     shtab.add_argument_to(parser, "--print-completion", help="print a completion script for a shell")
     return parser
