@@ -86,9 +86,9 @@ docs/performance.md has figures of larger models.
 """
 NOTES = """
 - **Inputs.** Video and audio are refused for every kind.
-- **Vision tower.** `model.visual` is frozen by default. With `--train-vision`, its linear layers and those of its
-  mergers are trained. The embedding of patches stays frozen. Trainer and engine agree on trained towers for the kinds
-  that have one.
+- **Vision tower.** It is frozen by default. With `--train-vision`, its linear layers and those of its mergers are
+  trained in the Qwen kinds (`model.visual`), and trainer and engine agree. The embedding of patches stays frozen.
+  InternVL, SmolVLM and Gemma 3 with images refuse the option at start.
 - **Experts.** Each of an expert's three matrices has its own adapter of the full rank. A model of rank r has r x
   experts x layers x 3 pairs. Nemotron's experts have two matrices. Routers and the gates of shared experts are frozen.
 - **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample.
