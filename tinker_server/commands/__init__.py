@@ -1,1 +1,1 @@
-"""Commands for operators beside serving: status, doctor, backup, restore."""
+"""Commands for operators beside serving: status, admin, doctor, join, leave, backup, restore."""
