@@ -103,6 +103,11 @@ class BackendConfig(BaseModel):
     """Directory of the sampler's links to adapters in use, which are deleted at start, and of compiled kernels, which
     are kept. Machines of an existing Ray cluster use the same path, each in nodes/NAME."""
 
+    @property
+    def names_gpus(self) -> bool:
+        """True if a setting says how many GPUs a model has, or which."""
+        return any((self.ranks, self.trainer_gpus, self.sampler_gpus))
+
 
 @dataclass(frozen=True)
 class MemoryPart:

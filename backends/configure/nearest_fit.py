@@ -40,7 +40,7 @@ def plan_or_suggest(sizes: Sequence[ModelSize], config: BackendConfig, machine: 
 def idle_gpus(plan: MemoryPlan, config: BackendConfig) -> str | None:
     """Return a sentence about idle GPUs; None if none is idle or the settings name GPUs."""
     idle = [str(gpu) for gpu in range(len(plan.totals)) if not plan.of(gpu)]
-    if plan.device == "cpu" or not idle or any((config.ranks, config.trainer_gpus, config.sampler_gpus)):
+    if plan.device == "cpu" or not idle or config.names_gpus:
         return None
     return f"GPU{'s' if len(idle) > 1 else ''} {', '.join(idle)} will be idle"
 

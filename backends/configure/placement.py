@@ -169,7 +169,7 @@ class _Search:
         """Return the plan with as many ranks as there are GPUs for each model, where the settings leave that open; half
         of them if trainer and engines are apart. More ranks need no more of a GPU than fewer."""
         config = self._config
-        if self._device == "cpu" or any((_set_ranks(config), config.sampler_gpus, config.base_precision)):
+        if self._device == "cpu" or config.names_gpus or config.base_precision is not None:
             return plan
         layout = next(iter(plan.layouts.values()))
         tensor_parallel, is_apart = len(layout.engines[0]), not {*layout.trainer} & {*layout.engines[0]}

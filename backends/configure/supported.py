@@ -40,35 +40,29 @@ class Support:
 
     def check(self, numbers: Numbers) -> None:
         """Raise BackendFailed for the first setting that is not supported with this base."""
-        for setting, value, reason in self._asked():
+        for setting, value, reason, instead in self._settings(numbers):
             if reason is not None:
                 raise BackendFailed(
-                    f"{self.source}: {setting} {value} (setting backend.{setting}) is not supported: {reason}"
+                    f"{self.source}: {setting} {value} (setting backend.{setting}) is not supported: {reason};"
+                    f" {instead}"
                 )
-        if self.config.replay_routing and self._is_mamba2:
-            raise BackendFailed(
-                f"{self.source}: --replay-routing (setting backend.replay_routing) is not supported: nobody has"
-                f" compared replayed routers of {nemotron_h.ARCHITECTURE} with its engine; leave it off"
-            )
-        if self.config.full and (reason := self._untrained(numbers)) is not None:
-            raise BackendFailed(
-                f"{self.source}: training all weights (setting backend.full) is not supported: {reason}"
-            )
 
-    def _asked(self) -> Iterator[tuple[str, object, str | None]]:
-        """Yield settings that need support, their values, and the reasons why there is none."""
+    def _settings(self, numbers: Numbers) -> Iterator[tuple[str, object, str | None, str]]:
+        """Yield each setting that needs support: its value, the reason why it has none or None, and what to do."""
         config = self.config
-        ranks = config.tensor_parallel or 1
-        divided = self._undivided(ranks)
-        one_rank = "set it to 1, and backend.engines to the number of GPUs to sample on"
-        yield "tensor_parallel", ranks, divided and f"{divided}; {one_rank}"
-        yield "context_parallel", config.context_parallel, self._unsliced(config.context_parallel)
+        ranks, slices = config.tensor_parallel or 1, config.context_parallel
+        instead = "set it to 1, and backend.engines to the number of GPUs to sample on"
+        yield "tensor_parallel", ranks, self._undivided(ranks), instead
+        yield "context_parallel", slices, self._unsliced(slices), "set it to 1"
         if config.base_copies == 1:
-            unshared = self._unshared()
-            yield "base_copies", 1, unshared and f"{unshared}; set it to 2"
+            yield "base_copies", 1, self._unshared(), "set it to 2"
         if config.base_precision is not None:
-            unpacked = self._unpacked()
-            yield "base_precision", config.base_precision, unpacked and f"{unpacked}; leave it out"
+            yield "base_precision", config.base_precision, self._unpacked(), "leave it out"
+        if config.replay_routing:
+            unseen = f"nobody has compared replayed routers of {nemotron_h.ARCHITECTURE} with its engine"
+            yield "replay_routing", True, unseen if self._is_mamba2 else None, "leave it off"
+        if config.full:
+            yield "full", True, self._untrained(numbers), "train adapters"
 
     @property
     def dtype(self) -> Dtype:
@@ -148,7 +142,7 @@ class Support:
         if ranks == 1:
             return None
         if self.config.full:
-            return "with backend.full each rank has samples of its own; set it to 1"
+            return "with backend.full each rank has samples of its own"
         text_config = self.renderer.config.get_text_config()
         heads = {"heads": text_config.num_attention_heads}
         if self.renderer.family.has_linear_attention:
@@ -156,7 +150,7 @@ class Support:
             heads |= {"heads of linear attention": shape.heads, "channels": shape.channels}
         for what, count in heads.items():
             if count % ranks:
-                return f"its {count} {what} cannot be divided evenly; set it to a divisor of {count}"
+                return f"its {count} {what} cannot be divided evenly"
         return None
 
     def _unpacked(self) -> str | None:
@@ -176,14 +170,9 @@ class Support:
     def _untrained(self, numbers: Numbers) -> str | None:
         """Return the reason why not all weights can train, or None."""
         if self.renderer.family.sees_whole_images:
-            return (
-                "its images' tokens see each other, and nobody has compared its trainer and its engine; train adapters"
-            )
+            return "its images' tokens see each other, and nobody has compared its trainer and its engine"
         if self._is_quantised:
-            return (
-                "the base is quantised, what is trained is in full precision, and its config would say otherwise;"
-                " serve the model's files in bfloat16"
-            )
+            return "the base is quantised, what is trained is in full precision, and its config would say otherwise"
         if numbers.stacks:
             return f"neither experts nor linear attention train so: {', '.join(numbers.stacks)}"
         return None

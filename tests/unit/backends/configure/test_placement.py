@@ -342,7 +342,7 @@ def test_slices_of_microbatches_are_refused_by_name_where_ranks_cannot_compute_t
         ({"full": True}, r"context_parallel 2 .* with backend.full each rank has samples of its own"),
         (
             {"context_parallel": 4},
-            r"context_parallel 4 .* its 2 heads cannot be divided evenly; set it to a divisor of 2",
+            r"context_parallel 4 .* its 2 heads cannot be divided evenly; set it to 1",
         ),
         ({"ranks": 3}, r"3 ranks .* cannot be divided into groups of 2 \(setting backend.context_parallel\)"),
     ):
@@ -364,7 +364,7 @@ def test_mamba2_is_divided_by_heads_alone_and_refused_by_name_where_nothing_was_
         ({"context_parallel": 1, "tensor_parallel": 4}, r"tensor_parallel 4 .* its 2 heads cannot be divided evenly"),
         (
             {"context_parallel": 1, "full": True},
-            r"\(setting backend.full\) .* neither experts nor linear attention train so: .*experts",
+            r"full True \(setting backend.full\) .* neither experts nor linear attention train so: .*experts",
         ),
     ):
         with pytest.raises(BackendFailed, match=reason):

@@ -124,7 +124,7 @@ def test_a_config_with_which_the_engine_would_compute_other_numbers_is_refused(
     ("settings", "refusal"),
     [
         ({"train_vision": True}, "LoRA on this kind of vision tower is not supported"),
-        ({"full": True}, "training all weights .* is not supported: its images' tokens see each other"),
+        ({"full": True}, "full True .* is not supported: its images' tokens see each other"),
     ],
 )
 def test_what_was_not_compared_is_refused_at_start(source: Path, settings: dict[str, Any], refusal: str) -> None:

@@ -296,7 +296,7 @@ def test_replay_is_refused_by_name_for_routers_of_sigmoids(tmp_path: Path) -> No
     source = FAMILIES["Nemotron-3"](tmp_path / "model")
     given = BackendConfig(models={"a": str(source)}, replay_routing=True, device="cpu", scratch_dir=tmp_path / "s")
     with pytest.raises(
-        BackendFailed, match=r"--replay-routing .* nobody has compared replayed routers of NemotronHForCausalLM"
+        BackendFailed, match=r"replay_routing True .* nobody has compared replayed routers of NemotronHForCausalLM"
     ):
         describe_models(given, Machine(8 << 30))
 
