@@ -24,6 +24,8 @@ CLEARING = ("optim_step", "load_weights", "create_model")
 """Operations after which there is no gradient."""
 MAX_REFUSED = 10_000
 """Refused numbers that are remembered; others are settled like those that never come."""
+MAX_LET_IN = 16
+"""Numbers beyond their owner's bounds that wait in a lane: each may be as large as a body."""
 BUSY_S = 60.0
 """A number that was answered 429 is waited for so long: longer than the SDK's longest pause before it tries again."""
 
@@ -50,6 +52,8 @@ class Lane:
     """A heap: there may be thousands."""
     refused_below: int = 0
     """All numbers from `expected` to this one are refused."""
+    let_in: set[int] = field(default_factory=set)
+    """Numbers that arrive or wait beyond their owner's bounds."""
     arriving: Counter[int] = field(default_factory=Counter)
     """Numbers that are being stored: nothing behind them begins before."""
     last_arrival_s: float = 0
@@ -75,9 +79,15 @@ class Lane:
         if len(self.busy_until_s) < MAX_REFUSED:
             self.busy_until_s[number] = now_s + BUSY_S
 
-    def is_awaited(self, number: int) -> bool:
-        """Return whether all that waits here waits for this number."""
-        return bool(self.waiting) and number < self.waiting_numbers[0]
+    def lets_in(self, number: int) -> bool:
+        """Return whether a number may exceed its owner's bounds, since all that waits here waits for it: the first
+        missing one, and a few others, since the first may never come."""
+        if not self.waiting or number >= self.waiting_numbers[0]:
+            return False
+        if number != self._first_missing() and len(self.let_in) >= MAX_LET_IN:
+            return False
+        self.let_in.add(number)
+        return True
 
     def takes(self, operation_kind: str, number: int) -> bool:
         """Return whether no later operation has run, or the operation is a missing part of the current gradient.
@@ -93,6 +103,7 @@ class Lane:
         if number > self.expected:
             self._settle_before(number)
         self.skipped.discard(number)
+        self.let_in.discard(number)
         operation = self.waiting.pop(number)
         self.lacking = self.missing or (_lacking(self.skipped) if self.skipped else "")
         if operation.operation_kind in CLEARING and number >= self.expected:
@@ -129,14 +140,19 @@ class Lane:
         number = self.waiting_numbers[0]
         if any(one < number for one in self.arriving):
             return grace_s
-        first = max(self.expected, self.refused_below)
-        while first in self.refused:
-            first += 1
-        self.refused_below = first
+        first = self._first_missing()
         if number <= first or number <= self.settled_below:
             return 0
         until_s = [until for one, until in self.busy_until_s.items() if first <= one < number]
         return max(self.last_arrival_s + grace_s, *until_s, 0) - now_s
+
+    def _first_missing(self) -> int:
+        """Return the smallest number that has neither run nor been settled or refused; it may wait."""
+        first = max(self.expected, self.refused_below)
+        while first in self.refused:
+            first += 1
+        self.refused_below = first
+        return first
 
 
 GRADIENT_KINDS = ("forward_backward", "optim_step")

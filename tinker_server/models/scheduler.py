@@ -104,12 +104,13 @@ class Scheduler:
         lane = actor.lane or await self._lane(actor, operation.seq_id)
         if not lane.takes(operation.operation_kind, operation.seq_id):
             return await self._submit_late(operation)
-        is_awaited = lane.is_awaited(operation.seq_id)  # what all others of its model wait for is always let in
         try:
-            self._admission.queued.enter(operation.owner, 1, operation.size_bytes, forced=is_awaited)
+            self._admission.queued.enter(operation.owner, 1, operation.size_bytes)
         except Busy:
-            lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
-            raise
+            if not lane.lets_in(operation.seq_id):
+                lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
+                raise
+            self._admission.queued.enter(operation.owner, 1, operation.size_bytes, forced=True)
         accepted = None
         lane.arriving[operation.seq_id] += 1
         try:
@@ -121,6 +122,8 @@ class Scheduler:
             actor.look_again()
             if accepted is None or not accepted.is_new or self._is_closing:
                 self._admission.queued.leave(operation.owner, 1, operation.size_bytes)
+                if operation.seq_id not in lane.waiting:
+                    lane.let_in.discard(operation.seq_id)
         if accepted.is_new and not self._is_closing:
             self._actors.setdefault(operation.lane, actor)  # it may have been forgotten meanwhile
             actor.queue(lane, replace(operation, request_id=accepted.request_id))

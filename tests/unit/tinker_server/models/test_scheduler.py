@@ -16,7 +16,7 @@ from api_schemas.training import (
 from api_schemas.weights import SaveWeightsForSamplerRequest
 from tests.submitting import GRACE_S, Client, server
 from tinker_server.errors import BadRequest, SequenceConflict, ShuttingDown
-from tinker_server.models.lane import Lane
+from tinker_server.models.lane import MAX_LET_IN, Lane
 from tinker_server.store.futures.records import Operation
 
 
@@ -274,11 +274,35 @@ async def test_results_hold_no_number_that_strict_json_lacks(client: Client, cap
     assert "not JSON compliant" in caplog.text and error["category"] == "server"
 
 
+def test_the_first_missing_number_is_let_in_beyond_all_bounds_and_few_others_are() -> None:
+    """Numbers that come in descending order would pass the bounds otherwise, each as what the others wait for."""
+    lane = Lane(expected=1)
+
+    def waits(number: int) -> None:
+        lane.add(Operation("forward_backward", "model", number, b"", "application/json", "alice", "one", 0), 0)
+
+    assert not lane.lets_in(100), "nothing waits for it"
+    waits(100)
+    assert not lane.lets_in(101)
+    lane.refuse(1, "forward")
+    for number in range(99, 99 - MAX_LET_IN, -1):
+        assert lane.lets_in(number)
+        waits(number)
+    assert not lane.lets_in(99 - MAX_LET_IN) and not lane.lets_in(3)
+    assert lane.lets_in(2), "1 was refused, so that this is the first"
+    waits(2)
+    lane.take()
+    assert lane.lets_in(3)
+    waits(3)
+    lane.take_all()
+    assert not lane.let_in
+
+
 def test_thousands_of_operations_that_wait_are_taken_in_a_time_that_grows_with_their_number() -> None:
     lane, count = Lane(expected=1), 20_000
     started = time.process_time()
     for number in range(count, 0, -1):
-        lane.is_awaited(number)
+        lane.lets_in(number)
         lane.add(Operation("optim_step", "model", number, b"", "application/json", "alice", "one", 0), 0)
     for number in range(2 * count, 2 * count + 5000):
         lane.refuse(number, "forward_backward")
