@@ -21,7 +21,7 @@ from tests.fake_server import Running, forward_backward_body
 from tests.fakes import SIZE_BYTES
 from tinker_server.__main__ import main
 from tinker_server.auth import keys
-from tinker_server.web.gate import OWN_KEY, SAMPLING, SAMPLING_BELOW
+from tinker_server.web.gate import FINISH, OWN_KEY, SAMPLING, SAMPLING_BELOW
 
 API = "/api/v1"
 
@@ -215,15 +215,24 @@ def test_a_key_of_the_scope_sample_samples_and_does_nothing_else(house: House) -
         if name == OWN_KEY:
             continue
         answer = house.ask(house.sample_key, method, path.replace("{run_id}", run_id))
-        if name in SAMPLING or name.startswith(SAMPLING_BELOW):
+        if name in SAMPLING or name.startswith(SAMPLING_BELOW) or FINISH.fullmatch(name):
             assert answer.status_code != 403, path
         else:
             assert (answer.status_code, answer.json()["error"]) == (403, "ScopeRefused"), path
             assert "of alice has the scope sample: it is for sampling and the chat endpoints, not" in answer.text
             refused += 1
     assert refused > 20 and house.ask(house.sample_key, "GET", f"/{OWN_KEY}").json()["name"] == "alice"
-    for name in ("forward_backward", "save_weights", "sessions/{session_id}/finish", "copy_weights", "admin/stop"):
+    for name in ("forward_backward", "save_weights", "copy_weights", "admin/stop"):
         assert name not in SAMPLING
+
+
+def test_a_key_of_the_scope_sample_finishes_its_session_and_none_that_trains(house: House) -> None:
+    with tinker.ServiceClient(base_url=house.server.url, api_key=house.sample_key) as service:
+        service.create_sampling_client(base_model="tiny").result()
+    trains = house.alice.new_run().partition(":")[0]
+    answer = house.ask(house.sample_key, "POST", f"/sessions/{trains}/finish", reason={"type": "success"})
+    assert (answer.status_code, answer.json()["error"]) == (403, "ScopeRefused")
+    assert "may finish no session with models" in answer.text
 
 
 def test_a_key_of_the_scope_metrics_reads_metrics_and_does_nothing_else(house: House) -> None:

@@ -21,10 +21,10 @@ from api_schemas.sessions import (
     SessionStatus,
     SessionSummary,
 )
-from tinker_server.errors import BadRequest, HeartbeatEnded, UnknownSession
+from tinker_server.errors import BadRequest, HeartbeatEnded, ScopeRefused, UnknownSession
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
 from tinker_server.store.records import Session
-from tinker_server.web.deps import Audit, Caller, CatalogDep, Sessions
+from tinker_server.web.deps import Audit, Caller, CatalogDep, KnownKey, Runs, Sessions
 from tinker_server.web.parameters import AskedScope, IdempotencyKey, SessionIdInPath, ShortPage
 from tinker_server.web.refusals import refused
 
@@ -51,12 +51,14 @@ async def session_heartbeat(
     return SessionHeartbeatResponse()
 
 
-@router.post("/sessions/{session_id}/finish", status_code=204, responses=refused(UnknownSession))
+@router.post("/sessions/{session_id}/finish", status_code=204, responses=refused(UnknownSession, ScopeRefused))
 async def finish_session(
-    session_id: SessionIdInPath, request: FinishSessionRequest, sessions: Sessions, caller: Caller
+    session_id: SessionIdInPath, request: FinishSessionRequest, sessions: Sessions, runs: Runs, key: KnownKey
 ) -> Response:
     """Finish a session. Repeating it changes nothing."""
-    await sessions.finish(session_id, request, caller)
+    if key.scope != "all" and await runs.are_in(session_id):
+        raise ScopeRefused(f"the API key {key.id} of {key.name} may not train, so it may finish no session with models")
+    await sessions.finish(session_id, request, key.name)
     return Response(status_code=204)
 
 

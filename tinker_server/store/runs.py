@@ -163,6 +163,11 @@ class RunStore:
 
         self._cached.put(model_id, await self._db.change(change))
 
+    async def are_in(self, session_id: str) -> bool:
+        """Return whether a session has models."""
+        query = select(TrainingRunRow.model_id).where(TrainingRunRow.session_id == session_id).limit(1)
+        return await self._db.look(lambda session: session.scalar(query)) is not None
+
     async def counts(self) -> Counter[tuple[str, str]]:
         """Return the number of runs by owner and status."""
         query = select(TrainingRunRow.owner, TrainingRunRow.status, func.count())

@@ -6,6 +6,7 @@ parsed.
 
 import asyncio
 import ipaddress
+import re
 import sys
 import time
 from urllib.parse import urlsplit
@@ -68,10 +69,14 @@ SAMPLING = frozenset(
 )
 """Paths that a key of the scope `sample` may use, below API. One that is not here is refused: a new route is, too."""
 SAMPLING_BELOW = ("samplers/",)
+FINISH = re.compile(r"sessions/[^/]+/finish")
+"""Path with which a client ends its session, for every scope that creates one."""
 LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "asample")} | vendors.LARGE
 """Paths of batches and prompts. All other bodies are small."""
 SMALL_BODY_BYTES = 1 << 20
 SMALL_BODY_VALUES = 1 << 13
+SIGN_IN, SIGN_IN_BYTES = "/login", 4 << 10
+"""A form with a key. Nobody is known yet: larger bodies of some would leave no room for those of others."""
 """So many values are parsed and checked in a few milliseconds."""
 LARGE_BODY_VALUES = 1 << 20
 """Values of a JSON body with a batch or a prompt: Python parses it in one go, and nothing else runs meanwhile."""
@@ -84,6 +89,8 @@ def largest_body(path: str, max_body_bytes: int) -> int:
     """Return the most bytes that a route's body may have, also when it is decompressed."""
     if path.startswith(UPLOADS):
         return sys.maxsize
+    if path == SIGN_IN:
+        return SIGN_IN_BYTES
     return max_body_bytes if path in LARGE_BODIES else min(SMALL_BODY_BYTES, max_body_bytes)
 
 
@@ -280,7 +287,8 @@ def require_scope(key: Key, path: str, *, is_chat: bool) -> None:
     name = path.removeprefix(API)
     if key.scope == "all" or name == OWN_KEY:
         return
-    if key.scope == "sample" and (is_chat or name in SAMPLING or name.startswith(SAMPLING_BELOW)):
+    is_sampling = name in SAMPLING or name.startswith(SAMPLING_BELOW) or FINISH.fullmatch(name) is not None
+    if key.scope == "sample" and (is_chat or is_sampling):
         return
     allowed = "sampling and the chat endpoints" if key.scope == "sample" else "/metrics"
     raise ScopeRefused(f"the API key {key.id} of {key.name} has the scope {key.scope}: it is for {allowed}, not {path}")
