@@ -6,6 +6,7 @@ pytest tests/contract/test_uploads.py; the numbers are tested in tests/e2e/test_
 import asyncio
 import concurrent.futures
 import json
+import socket
 import struct
 import threading
 import time
@@ -224,6 +225,35 @@ def test_an_upload_under_which_the_trainer_ends_twice_is_refused(
     monkeypatch.setattr(server.backend.tiny.trainer, "load_state", die)
     assert [finish(server, begun["upload_id"]).status_code for _ in range(3)] == [500, 500, 400]
     assert not list((server.settings.data_dir / "checkpoints").glob("*/*/*"))
+
+
+def test_a_file_that_comes_while_an_upload_is_finished_does_not_replace_a_checked_one(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = started(server)
+    for name, content in CONTENT.items():
+        put(begun["urls"][name], content)
+    link = httpx.URL(begun["urls"]["adapter_model.safetensors"]["url"])
+    body, seen = b"another file", []
+    with socket.create_connection((link.host, link.port)) as late:
+        head = f"PUT {link.raw_path.decode()} HTTP/1.1\r\nhost: {link.host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        late.sendall(head.encode() + body[:-1])  # it has begun before the upload is finished
+        load = server.backend.tiny.trainer.load_state
+        until(
+            lambda: len(list((server.settings.data_dir / "uploads" / begun["upload_id"]).iterdir())) > len(CONTENT) + 1
+        )
+
+        async def noted(model_id: str, directory: Path, **more: Any) -> None:
+            seen.append((directory / "adapter_model.safetensors").read_bytes())
+            await load(model_id, directory, **more)
+
+        monkeypatch.setattr(server.backend.tiny.trainer, "load_state", noted)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            finishing = thread.submit(finish, server, begun["upload_id"])
+            time.sleep(0.3)
+            assert not seen, "the file that comes is waited for, and checked"
+            late.sendall(body[-1:])
+            assert finishing.result().status_code == 400 and not seen
 
 
 def test_uploads_are_deleted_some_time_after_their_links_have_ended(server: Running) -> None:

@@ -103,12 +103,16 @@ class UploadFolder:
         Raises BodyTooLarge, DiskFull.
         """
         limit = CONFIG_BYTES if name == ADAPTER_CONFIG_FILE else upload.max_bytes
-        async with self._coming.setdefault(upload.upload_id, asyncio.Lock()):
+        async with self.unchanged(upload.upload_id):
             try:
                 with written_aside(self.path(upload.upload_id) / name, durable=False) as aside:
                     return await _write(aside, name, parts, limit)
             except OSError as error:
                 raise _not_written(error) from None
+
+    def unchanged(self, upload_id: str) -> asyncio.Lock:
+        """Return the lock of an upload's files, which are received one after the other."""
+        return self._coming.setdefault(upload_id, asyncio.Lock())
 
     async def finish(self, upload: Upload) -> None:
         """Delete an upload's files. It stays known, so that a repeat gets the same answer."""

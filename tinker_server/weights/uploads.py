@@ -106,15 +106,16 @@ class Uploads:
         if upload.is_finished or await self._stores.checkpoints.find(path) is not None:
             return path
         directory = self.folder.path(upload.upload_id)
-        await asyncio.to_thread(_check_files, directory, upload)
-        if self._deaths[upload.upload_id] >= DEATHS:
-            raise BadRequest(f"the trainer ended {DEATHS} times while it read the upload {upload.upload_id}")
-        try:
-            await self._save(upload, directory, path, session_id)
-        except (ModelLost, BackendFailed) as error:
-            self._deaths[upload.upload_id] += isinstance(error, ModelLost | ProcessDied)
-            raise UploadFailed(failure(error).error) from None
-        await self.folder.finish(upload)
+        async with self.folder.unchanged(upload.upload_id):  # a file may still come, which was begun before
+            await asyncio.to_thread(_check_files, directory, upload)
+            if self._deaths[upload.upload_id] >= DEATHS:
+                raise BadRequest(f"the trainer ended {DEATHS} times while it read the upload {upload.upload_id}")
+            try:
+                await self._save(upload, directory, path, session_id)
+            except (ModelLost, BackendFailed) as error:
+                self._deaths[upload.upload_id] += isinstance(error, ModelLost | ProcessDied)
+                raise UploadFailed(failure(error).error) from None
+            await self.folder.finish(upload)
         return path
 
     async def _save(self, upload: Upload, source: Path, path: TinkerPath, session_id: str) -> None:
