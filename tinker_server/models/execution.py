@@ -92,7 +92,7 @@ class Execution:
             except DatabaseUnavailable as error:
                 # Only before a model is changed, and in saves, which may be done twice.
                 outages += 1
-                if outages == MAX_OUTAGES or operation.seq_id == 0:
+                if outages == MAX_OUTAGES or (model is not None and operation.seq_id == 0):
                     return _failed(operation, error)
             except Exception as error:  # noqa: BLE001 - one operation's failure must not stop its model's others
                 if missing and isinstance(error, InvalidInput):

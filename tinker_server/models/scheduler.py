@@ -232,6 +232,12 @@ class Scheduler:
         if self.is_idle(model_id, 0):
             self._actors.pop(model_id, None)
 
+    async def forget_gone(self) -> None:
+        """Let go the actors of all models that are gone for good, as those that were unloaded."""
+        for model_id, actor in list(self._actors.items()):
+            if not actor.model.is_in_memory and not await self._can_be_restored(model_id):
+                self.forget(model_id)
+
     def refuse_number(self, model_id: str, seq_id: int, operation_kind: str) -> None:
         """Note that an operation was refused before it had a future, so that none waits for it."""
         actor = self._actors.get(model_id)

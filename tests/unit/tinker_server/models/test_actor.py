@@ -1,6 +1,7 @@
 """The order in which a model's actor does what it is asked for, and what it leaves when the server stops."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,12 @@ async def test_a_restoration_that_nobody_waits_for_does_not_delay_a_stop(
     async with server(tmp_path) as after:
         assert not (await after.result(await after.optim_step(2, before.model_id))).failed
         assert after.trainer.steps[before.model_id] == 2
+
+
+async def test_the_actor_of_an_unloaded_model_does_not_stay(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        await client.result(await unload(client, client.model_id))
+        assert client.model_id in client.services.scheduler._actors
+        await client.services.housekeeper.sweep_models(time.time())
+        assert client.model_id not in client.services.scheduler._actors

@@ -17,6 +17,7 @@ from tests.submitting import Client, server
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.settings import Settings
 from tinker_server.store.checkpoints import parse_path
+from tinker_server.store.futures.records import Result
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
@@ -287,6 +288,26 @@ async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
         monkeypatch.setattr(RunStore, "get", refuse_some)
         assert not (await client.result(await client.forward_backward(1, model_id=before.model_id))).failed
         assert refusals == 0 and gradients(client, before.model_id) == [1]
+
+
+async def test_a_first_sample_runs_again_where_the_database_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Number 0 of a model's lane is its creation, which may have changed something. A sample has changed nothing."""
+    async with server_with_model(tmp_path / "data") as client:
+        sampling, refusals = client.services.scheduler._execution._runner, 1
+        run = sampling.run
+
+        async def refuse_one(*of: Any) -> Result:
+            nonlocal refusals
+            if refusals:
+                refusals -= 1
+                raise DatabaseUnavailable("the database does not answer")
+            return await run(*of)
+
+        monkeypatch.setattr(sampling, "run", refuse_one)
+        assert not (await client.result(await client.sample(0))).failed
+        assert refusals == 0
 
 
 async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
