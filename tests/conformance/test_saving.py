@@ -3,6 +3,7 @@
 pytest tests/conformance/test_saving.py
 """
 
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -69,6 +70,17 @@ def test_057_an_existing_name_needs_overwrite(rest: tinker.RestClient, training:
     training.save_state("a", overwrite=True, user_metadata={"new": "1"}).result()
     (replaced,) = rest.list_checkpoints(training.model_id).result().checkpoints
     assert replaced.user_metadata == {"new": "1"} and not replaced.public
+
+
+def test_a_name_whose_weights_have_expired_is_free(
+    training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are deleted once a minute, and no list shows them before."""
+    path = training.save_state("a", ttl_seconds=3600).result().path
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr("tinker_server.weights.saving.time.time", lambda: now + 3601)
+        assert training.save_state("a").result().path == path
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "..", ".hidden", "a\n", "x" * 129])

@@ -190,7 +190,7 @@ async def archive(path: CheckpointPath, server: Server, url: ServerUrl, caller: 
 async def delete(
     path: CheckpointPath, checkpoints: Checkpoints, storage: StorageDep, audit: Audit, caller: Caller
 ) -> Response:
-    """Delete the weights' record, then their files. Copies, and samplers that have loaded them, keep theirs."""
+    """Delete the weights' record, then their files. Copies keep theirs; sampling sessions on them fail then."""
     await storage.delete(await checkpoints.take(path, caller))
     await _note(audit, caller, "checkpoint_deleted", path)
     return Response(status_code=204)
