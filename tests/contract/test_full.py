@@ -3,6 +3,8 @@
 pytest tests/contract/test_full.py
 """
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
 from backends.trainer.distributed import World
 from backends.trainer.full.model import FullModel
+from backends.trainer.optimizer import MOMENTS
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.full import ADAM, FULL, assert_scores, full_trainer, mixed_data, train
@@ -259,6 +262,53 @@ def logprobs_or_none(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
     """Rank 0 alone answers."""
     output = forward_backward(rank, "m", cross_entropy(data), False)
     return [] if output is None else [one["logprobs"] for one in output.loss_fn_outputs]
+
+
+def scores_of_uneven_batches(world: World, source: Path) -> list[np.ndarray]:
+    """Scores after batches that leave a rank without a datum, and after one that does not."""
+    rank = full_trainer(source, world)
+    renderer, found = make_renderer(source), []
+    rank.create_model("m", FULL)
+    for lengths in ((40, 60), (31,), (60, 60, 60), (40, 60)):
+        train(rank, [datum(prompt(words(length, length)), renderer, length) for length in lengths], 1)
+        found += logprobs_or_none(rank, [datum(prompt(words(31, 31)), renderer, 31)])
+    return found
+
+
+def test_a_rank_without_a_datum_computes_with_the_newest_weights_and_gets_its_gradient(tiny_text):
+    alone = scores_of_uneven_batches(World(0, 1, torch.device("cpu")), tiny_text)
+    of_two, _ = on_two_ranks(scores_of_uneven_batches, tiny_text)
+    assert len(alone) == len(of_two) == 4
+    for one, two in zip(alone, of_two, strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-5)
+
+
+@pytest.mark.parametrize("refused", ["batch", "step", "load"])
+def test_a_deleted_models_memory_is_free_at_once_even_if_a_request_was_refused(
+    text_rank, text_renderer, refused, tmp_path
+):
+    gc.collect()
+    gc.disable()
+    try:
+        text_rank.create_model("m", FULL)
+        train(text_rank, text_data(text_renderer), 1)
+        model = full_model(text_rank)
+        moments = [state[kind] for state in model.optimizer.state.values() for kind in MOMENTS]
+        held = [weakref.ref(one) for one in (*model.parameters, *moments)]
+        del model, moments
+        with pytest.raises(InvalidInput):
+            if refused == "batch":
+                outside = datum(prompt(words(20, 1)), text_renderer)
+                outside.loss_fn_inputs["target_tokens"][3] = 10**6
+                forward_backward(text_rank, "m", cross_entropy([outside]))
+            elif refused == "step":
+                train(text_rank, text_data(text_renderer), 1, AdamParams(learning_rate=1e39))
+            else:
+                text_rank.load_state("m", tmp_path / "nothing", True)
+        text_rank.delete_model("m")
+        assert sum(one() is not None for one in held) == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from backends.trainer.model.token_logprobs import TokenGradient
 from backends.trainer.optimizer import all_finite
 from backends.trainer.step.batch_request import BatchRequest, Members, targets
 from backends.trainer.step.losses import LossInputs, observe
+from backends.trainer.trained_weights import TrainedModel
 
 Failures = dict[BatchRequest, Exception]
 
@@ -146,7 +147,8 @@ class MicrobatchRunner:
     ) -> Failures:
         """Raises _CulpritUnknown if several requests may have harmed one another."""
         try:
-            packed = agreed(lambda: self._packed(members, rendered), self._world)
+            models = self._models(members, requests)
+            packed = agreed(lambda: self._packed(members, rendered, models), self._world)
             if self._base.is_coupled:
                 observed = self._forward_backward(members, packed)
             else:
@@ -157,8 +159,13 @@ class MicrobatchRunner:
             return _culprit(requests, to_broadcast(error))
         return self._collected(members, observed, requests)
 
-    def _packed(self, members: Members, rendered: dict[int, list[Rendered]]) -> _Packed:
-        """Bring the datums to the device, packed, and load their models."""
+    def _models(self, members: Members, requests: Sequence[BatchRequest]) -> list[TrainedModel]:
+        """Models to load on this rank. Of a base that is itself in training every rank has a part, which the others
+        gather: a rank without a datum loads the model too, and gets its part of the gradient."""
+        return [one.model for one in (members if self._base.weights.base_is_frozen else requests[:1])]
+
+    def _packed(self, members: Members, rendered: dict[int, list[Rendered]], models: Sequence[TrainedModel]) -> _Packed:
+        """Bring the datums to the device, packed, and load the models."""
         samples = [
             (one, targets(of.data[index]))
             for of, indices in members.items()
@@ -166,7 +173,7 @@ class MicrobatchRunner:
         ]
         weights = self._base.weights
         batch = pack(samples, self._base.renderer.family, self._world.device, weights.token_multiple)
-        scales_PR = weights.load([one.model for one in members])
+        scales_PR = weights.load(models)[: len(members)]
         counts = torch.tensor([one.num_tokens(indices) for one, indices in members.items()], dtype=torch.int64)
         if any(one.model.config.train_vision for one in members):
             batch = replace(batch, tower_scales=_tower_scales(members, rendered, scales_PR))
@@ -230,7 +237,7 @@ class MicrobatchRunner:
 
         def collect() -> list[list[float]]:
             if requests[0].backward:
-                self._base.weights.collect([one.model for one in members])
+                self._base.weights.collect(self._models(members, requests))
             return observed.tolist()
 
         try:
