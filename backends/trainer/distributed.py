@@ -240,7 +240,13 @@ def agreed(action: Callable[[], T], world: World) -> T:
     """
     values, errors = agreed_each({"": action}, world)
     for error in errors.values():
-        raise error
+        try:
+            raise error
+        finally:
+            del (
+                error,
+                errors,
+            )  # or error, traceback and this frame hold each other, and all that the callers' frames have
     return values[""]
 
 
@@ -264,7 +270,7 @@ def agreed_each(
         try:
             values[key] = action()
         except Exception as raised:  # noqa: BLE001 - it is broadcast to every rank
-            errors[key] = to_broadcast(raised)
+            errors[key] = to_broadcast(raised).with_traceback(None)
     if world.size > 1 and largest(int(bool(errors)), world):
         # Every rank picks the same error: the request's own fault, if a rank found that.
         everyones = [one for of_rank in gather_objects(errors, world) for one in of_rank.items()]

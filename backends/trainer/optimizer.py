@@ -42,6 +42,7 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
             raise _not_finite(adam, norm)
         if sums_bits:
             sums += [one.view(torch.int32).sum(dtype=torch.int64) for one in stepped]
+        del stepped  # or it is there beside the copies of the next pieces
     fresh = {
         one: {"step": step_on_device(optimizer, torch.zeros(()), one)}
         | {kind: torch.zeros_like(one, memory_format=torch.preserve_format) for kind in MOMENTS}

@@ -138,7 +138,7 @@ class TrainerRank:
                 if asked != loss_input.loss_fn:
                     self._requests[one.number].note = f"{asked}_as_{loss_input.loss_fn}:max"
             except (InvalidInput, BackendFailed) as error:
-                failures[one.number] = error
+                failures[one.number] = error.with_traceback(None)  # which holds this frame
                 if one.backward:
                     model.gradient = "incomplete"
         return failures
