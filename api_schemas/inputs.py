@@ -33,7 +33,8 @@ QUICK_CHUNKS = 64
 MAX_TENSORS = 32
 """Largest number of tensors of one datum."""
 MAX_COLUMNS, MAX_CELLS = 1 << 10, 1 << 24
-"""Bounds on the columns of a sparse tensor and the dense cells of a request, which a few bytes can describe."""
+"""Bounds on the columns of targets, to which all tokens of a microbatch are padded, and on the dense cells of a
+request's sparse tensors: a few bytes can describe many."""
 MAX_IMAGE_CHARS = 64 << 20
 """Characters of one image, encoded: parsing one string is one long call, which stops all threads."""
 _BASE64_SLICE = 1 << 20  # a multiple of 4, so that each slice is valid base64

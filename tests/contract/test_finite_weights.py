@@ -3,8 +3,10 @@
 pytest tests/contract/test_finite_weights.py
 """
 
+import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from api_schemas.training import AdamParams
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
+from backends.trainer import optimizer
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.optimizer import MOMENTS, prepare_step
 from backends.trainer.rank import TrainerRank
@@ -134,6 +137,27 @@ def test_a_trial_in_pieces_of_any_size_gives_the_bits_of_the_step(
         bits = [one.detach().view(torch.int32).sum(dtype=torch.int64) for one in kept]
         assert sum(sums) == sum(bits)
         assert len(sums) >= len(MOMENTS) * sum(one.numel() for one in model.parameters) / at_once
+
+
+def test_a_trial_has_the_copies_of_one_piece_at_a_time(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many are planned."""
+    rank.create_model("m", LORA)
+    forward_backward(rank, "m", cross_entropy([datum(prompt(words(9)), renderer)]), True)
+    monkeypatch.setattr(optimizer, "TRIED_AT_ONCE", 2000)
+    stepped, alive = optimizer._stepped, list[weakref.ref[Tensor]]()
+
+    def counted(*of: Any) -> list[Tensor] | None:
+        assert not [one for one in alive if one() is not None]
+        found = stepped(*of)
+        assert found is not None and sum(one.nbytes for one in found) <= 2000 * 12
+        alive[:] = map(weakref.ref, found)
+        return found
+
+    monkeypatch.setattr(optimizer, "_stepped", counted)
+    rank.optim_step("m", ADAM)
+    assert alive
 
 
 def test_a_model_whose_log_probabilities_are_not_finite_says_so(rank: TrainerRank, renderer: Renderer) -> None:

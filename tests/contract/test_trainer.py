@@ -20,12 +20,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Chunk, Datum, ImageChunk
+from api_schemas.inputs import MAX_COLUMNS, Chunk, Datum, ImageChunk
 from api_schemas.training import AdamParams, Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import TrainerClient
+from backends.trainer.lora.adapters import Adapters
 from backends.trainer.model import token_logprobs
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, present, prompt, words
@@ -163,6 +164,27 @@ def test_soft_targets_and_ragged_k_keep_their_shapes(rank, reference, renderer):
         np.testing.assert_allclose(got["logprobs"], expected.reshape(got["logprobs"].shape), atol=1e-4)
         loss -= (item.loss_fn_inputs["weights"] * got["logprobs"]).sum()
     assert present(output).metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_datum_with_too_many_targets_for_a_token_is_refused(rank, renderer):
+    """All tokens of its microbatch would be padded to them: a megabyte became gigabytes."""
+    rank.create_model("m", LORA)
+    wide = [datum(MIXED["text"], renderer, 1, k=k) for k in (MAX_COLUMNS, MAX_COLUMNS + 1)]
+    forward_backward(rank, "m", cross_entropy(wide[:1]), False)
+    with pytest.raises(InvalidInput, match=r"datum 1: target_tokens has K = 1025; at most 1024 are supported"):
+        forward_backward(rank, "m", cross_entropy(wide), False)
+
+
+def test_buffers_of_one_rank_alone_stay_on_the_cpu(tiny_text):
+    """So many are planned."""
+    rank = trainer(tiny_text)
+    data = cross_entropy([datum(MIXED["text"], rank.base.renderer, 1)])
+    for rank_of_model in (4, 7, 2):
+        rank.create_model("m", LORA.model_copy(update={"rank": rank_of_model}))
+        forward_backward(rank, "m", data)
+        rank.delete_model("m")
+        assert isinstance(rank.base.weights, Adapters)
+        assert list(rank.base.weights._buffers) == [rank_of_model]
 
 
 def test_logits_in_chunks_change_nothing(tiny_vl, renderer, monkeypatch):

@@ -54,7 +54,7 @@ class Adapters:
         self._rank_slices: list[slice] = []
         self._loaded: list[Buffers] = []
         self._buffers: dict[int, list[Buffers]] = {}
-        """Buffers by R. They stay: compiled code and graphs hold their addresses."""
+        """Buffers by R. On a GPU they stay: compiled code and graphs hold their addresses."""
         model.get_input_embeddings().register_forward_hook(_want_gradient)
 
     def create(self, config: Trainable) -> LoraModel:
@@ -104,6 +104,8 @@ class Adapters:
         self._rank_slices = [slice(end - model.config.rank, end) for end, model in zip(ends, models, strict=True)]
         width = self._width(sum(model.config.rank for model in models))
         if width not in self._buffers:
+            if self._device.type == "cpu":
+                self._buffers.clear()
             self._buffers[width] = [Buffers.zeros(group, width, self._dtype, self._device) for group in self._groups]
         if self._loaded is not self._buffers[width]:
             self._loaded = self._buffers[width]

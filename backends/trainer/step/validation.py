@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from api_schemas import wire
+from api_schemas.inputs import MAX_COLUMNS
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
 from backends.inputs.rendering import Renderer
@@ -125,6 +126,8 @@ def _check_targets(loss: Loss, targets: np.ndarray, length: int, vocab_size: int
         raise InvalidInput(
             f"{where}: target_tokens has shape {targets.shape}, model_input has {length} tokens: it must be {shapes}"
         )
+    if targets.ndim == 2 and targets.shape[1] > MAX_COLUMNS:
+        raise InvalidInput(f"{where}: target_tokens has K = {targets.shape[1]}; at most {MAX_COLUMNS} are supported")
     low, high = targets.min(), targets.max()
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
