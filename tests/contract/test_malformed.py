@@ -3,11 +3,13 @@
 pytest tests/contract/test_malformed.py
 """
 
+import math
 import socket
 import time
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -15,7 +17,9 @@ from hypothesis import strategies as st
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
-from tests.factories import photo
+from api_schemas.inputs import MAX_COLUMNS
+from api_schemas.training import ForwardBackwardRequest
+from tests.factories import photo, present
 from tests.fake_server import Running, forward_backward_body
 
 # Threads of other tests' SDK clients draw random numbers at any time, which hypothesis takes for its strategies'.
@@ -92,30 +96,98 @@ def damaged(draw: st.DrawFn, body: bytes = BODY) -> bytes:
     return bytes(changed[:cut]) + draw(st.sampled_from([b"", b"\xff", bytes(changed[cut:]), bytes(changed)]))
 
 
-def decodes(body: bytes) -> bool:
+def decoded(body: bytes) -> ForwardBackwardRequest | None:
+    """What is read of a body; None of one that is refused."""
     try:
-        wire.decode_forward_backward(body)
+        return wire.decode_forward_backward(body)
     except wire.MalformedBody as error:
         assert str(error)
+        return None
+
+
+def assert_holds(request: ForwardBackwardRequest, message: pb.ForwardBackwardRequest) -> None:
+    """A request says what protobuf itself reads in its body."""
+    inner = request.forward_backward_input
+    envelope = (request.model_id, request.seq_id, request.forward_only, inner.loss_fn)
+    assert envelope == (message.model_id, message.seq_id, message.forward_only, message.loss_fn)
+    texts = {key: one.text if one.HasField("text") else one.number for key, one in message.loss_fn_config_v2.items()}
+    assert repr(inner.loss_fn_config or {}) == repr(texts or dict(message.loss_fn_config))  # NaN is not itself
+    for datum, sent in zip(inner.data, message.data, strict=True):
+        for chunk, part in zip(datum.model_input.chunks, sent.model_input, strict=True):
+            assert chunk.type == part.WhichOneof("chunk")
+            if chunk.type == "encoded_text":
+                assert chunk.tokens.dtype == np.int32 and chunk.tokens.tobytes() == part.encoded_text.tokens
+            elif chunk.type == "image":
+                assert (chunk.data, chunk.format) == (part.image.data, part.image.format)
+        assert datum.loss_fn_inputs.keys() == sent.loss_fn_inputs.keys()
+        for name, tensor in datum.loss_fn_inputs.items():
+            wanted = dense(sent.loss_fn_inputs[name])
+            assert (tensor.dtype, tensor.shape, tensor.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+
+
+DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8"), pb.DTYPE_INT32: np.dtype("<i4")}
+
+
+def dense(tensor: pb.Tensor) -> np.ndarray:
+    """A tensor that fits, cell by cell."""
+    dtype = DTYPES[tensor.dtype]
+    if not tensor.HasField("sparse_csr"):
+        return np.frombuffer(tensor.dense, dtype).reshape(tuple(tensor.shape) or -1)
+    values = np.frombuffer(tensor.sparse_csr.values, dtype)
+    crow, col = (np.frombuffer(one, "<i8") for one in (tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices))
+    filled = np.zeros(tuple(tensor.shape), dtype)
+    for row in range(len(crow) - 1):
+        for at in range(crow[row], crow[row + 1]):
+            filled[row, col[at]] = values[at]
+    return filled
+
+
+def fits(tensor: pb.Tensor) -> bool:
+    """Its bytes are as many numbers as its shape has cells; or its indices are those of that many rows and columns."""
+    size = DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else 0
+    if not size or any(one < 0 for one in tensor.shape):
         return False
-    return True
+    if not tensor.HasField("sparse_csr"):
+        return len(tensor.dense) == size * math.prod(tensor.shape) if tensor.shape else len(tensor.dense) % size == 0
+    csr = tensor.sparse_csr
+    if len(tensor.shape) != 2 or len(csr.values) % size or len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
+        return False
+    rows, columns = tensor.shape
+    crow, col = (np.frombuffer(one, "<i8").tolist() for one in (csr.crow_indices, csr.col_indices))
+    stored = len(csr.values) // size
+    rises = len(crow) == rows + 1 and crow[0] == 0 and crow[-1] == stored and crow == sorted(crow)
+    return rises and columns <= MAX_COLUMNS and len(col) == stored and all(0 <= one < columns for one in col)
+
+
+def is_known(chunk: pb.Chunk) -> bool:
+    whole = len(chunk.encoded_text.tokens) % 4 == 0
+    return whole if chunk.HasField("encoded_text") else chunk.image.format in ("png", "jpeg")
 
 
 def test_the_undamaged_body_is_read() -> None:
-    assert decodes(BODY) and not decodes(BODY[:-1])
+    assert_holds(present(decoded(BODY)), pb.ForwardBackwardRequest.FromString(BODY))
+    assert decoded(BODY[:-1]) is None
 
 
 @MANY
 @given(damaged())
-def test_a_damaged_protobuf_is_read_or_refused(body: bytes) -> None:
-    decodes(body)
-    wire.envelope_of(body)
+def test_a_damaged_protobuf_is_read_as_protobuf_reads_it_or_refused(body: bytes) -> None:
+    envelope = wire.envelope_of(body)
+    if (request := decoded(body)) is not None:
+        message = pb.ForwardBackwardRequest.FromString(body)
+        assert_holds(request, message)
+        assert envelope == (message.model_id, message.seq_id, message.forward_only)
 
 
 @MANY
 @given(st.lists(DATUM, max_size=2))
-def test_tensors_whose_sizes_disagree_are_refused(data: list[pb.Datum]) -> None:
-    decodes(pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=data, loss_fn="ppo").SerializeToString())
+def test_tensors_are_read_if_their_sizes_agree_and_else_refused(data: list[pb.Datum]) -> None:
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=data, loss_fn="ppo")
+    request = decoded(message.SerializeToString())
+    agree = all(fits(tensor) for datum in data for tensor in datum.loss_fn_inputs.values())
+    assert (request is not None) == (agree and all(is_known(chunk) for datum in data for chunk in datum.model_input))
+    if request is not None:
+        assert_holds(request, message)
 
 
 @MANY
