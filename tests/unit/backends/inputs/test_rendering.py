@@ -85,8 +85,15 @@ def test_every_mode_becomes_rgb(renderer, mode, format):
     assert torch.equal(rendered.images[0].tensors["pixel_values"], expected.images[0].tensors["pixel_values"])
 
 
-def test_a_jpeg_called_png_is_an_image_all_the_same(renderer):
-    renderer.render(prompt(ImageChunk(data=photo(64, 64, format="jpeg"), format="png")), "prompt")
+def test_a_jpeg_called_png_is_the_same_image(tiny_vl):
+    data = photo(64, 64, format="jpeg")
+    called_png, called_jpeg = (
+        make_renderer(tiny_vl).render(prompt(ImageChunk(data=data, format=format)), "prompt")
+        for format in ("png", "jpeg")
+    )
+    assert called_png.token_ids_T.tolist() == called_jpeg.token_ids_T.tolist()
+    (got,), (wanted,) = called_png.images, called_jpeg.images
+    assert torch.equal(got.tensors["pixel_values"], wanted.tensors["pixel_values"])
 
 
 def test_sixteen_bit_grayscale_is_refused_and_not_clipped(renderer):
