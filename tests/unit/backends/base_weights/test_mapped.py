@@ -59,8 +59,12 @@ def test_swapped_halves_are_noticed(tmp_path: Path, shape: tuple[int, ...]) -> N
 def test_weights_are_compared_in_the_precision_in_which_they_are_held(tmp_path: Path) -> None:
     right = torch.randn(600, 40)
     save_file({"w": right}, tmp_path / "model.safetensors")
+    wrong = right.bfloat16()
+    wrong[-1, -1] *= 1 + 2**-7  # by the last bit or two
     with Files(tmp_path, torch.float32) as files:
         require_same("w", right.bfloat16(), (600, 40), files.slice("w"))
+        with pytest.raises(BackendFailed, match="w is not what the files say"):
+            require_same("w", wrong, (600, 40), files.slice("w"))
 
 
 def test_shared_tensors_keep_layout_ties_and_contents() -> None:
