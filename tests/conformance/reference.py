@@ -79,6 +79,10 @@ class Trained:
     def gradient(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The server's accumulated gradient, computed from the step that it takes with it."""
         self.client.optim_step(PLAIN).result()
+        return self.stepped(before)
+
+    def stepped(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradient with which the server has taken one `PLAIN` step."""
         steps = {name: before[name].double() - tensor.double() for name, tensor in self.adapter().items()}
         return {name: (moved / (1 - moved.abs() / LARGE)).float() for name, moved in steps.items()}
 
