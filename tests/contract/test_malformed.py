@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -41,6 +42,34 @@ TENSOR = st.builds(
     PACKED,
     st.none() | st.builds(pb.SparseCsr, values=PACKED, crow_indices=PACKED, col_indices=PACKED),
 )
+DTYPES: dict[pb.DType, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
+
+
+@st.composite
+def nearly_fitting(draw: st.DrawFn) -> pb.Tensor:
+    """Of the right sizes, but that a number of its shape or indices may be another."""
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    stored = draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape)))
+    is_sparse = len(shape) == 2 and draw(st.booleans())
+    cells = np.flatnonzero(stored) if is_sparse else np.arange(len(stored))
+    crow = np.searchsorted(cells, np.arange(0, len(stored) + 1, shape[-1])).tolist()
+    parts = [shape, crow, (cells % shape[-1]).tolist()]
+    if draw(st.booleans()) and (changed := parts[draw(st.integers(0, 2 if is_sparse else 0))]):
+        changed[draw(st.integers(0, len(changed) - 1))] = draw(SMALL)
+    size_bytes = len(cells) * DTYPES[dtype].itemsize
+    values = draw(st.binary(min_size=size_bytes, max_size=size_bytes))
+    if not is_sparse:
+        return pb.Tensor(dtype=dtype, shape=shape, dense=values)
+    crow_indices, col_indices = (np.array(one, "<i8").tobytes() for one in parts[1:])
+    csr = pb.SparseCsr(values=values, crow_indices=crow_indices, col_indices=col_indices)
+    return pb.Tensor(dtype=dtype, shape=shape, sparse_csr=csr)
+
+
 CHUNK = st.one_of(
     st.builds(lambda tokens: pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=tokens)), st.binary(max_size=12)),
     st.builds(
@@ -53,7 +82,7 @@ CHUNK = st.one_of(
 DATUM = st.builds(
     lambda chunks, tensors: pb.Datum(model_input=chunks, loss_fn_inputs=tensors),
     st.lists(CHUNK, max_size=3),
-    st.dictionaries(st.sampled_from(["target_tokens", "weights", ""]), TENSOR, max_size=2),
+    st.dictionaries(st.sampled_from(["target_tokens", "weights", ""]), TENSOR | nearly_fitting(), max_size=2),
 )
 
 
@@ -123,9 +152,6 @@ def assert_holds(request: ForwardBackwardRequest, message: pb.ForwardBackwardReq
         for name, tensor in datum.loss_fn_inputs.items():
             wanted = dense(sent.loss_fn_inputs[name])
             assert (tensor.dtype, tensor.shape, tensor.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
-
-
-DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8"), pb.DTYPE_INT32: np.dtype("<i4")}
 
 
 def dense(tensor: pb.Tensor) -> np.ndarray:
