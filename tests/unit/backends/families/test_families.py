@@ -1,5 +1,6 @@
 """Families name the modules that LoRA reaches, and none is silently left out."""
 
+import math
 import re
 from typing import Any
 
@@ -33,32 +34,70 @@ def config(kind: str, **sizes: object) -> PretrainedConfig:
     return found
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen3", "qwen2", "llama", "mistral", "phi3", "olmo2", "smollm3", "glm4", "granite", "cohere2"]
-)
+# Numbers of an adapter of rank 1: outputs and inputs of each matrix of `SIZES`.
+HEAD = 128 + 64
+MLP = 3 * (128 + 64)
+FUSED_MLP = (2 * 128 + 64) + (128 + 64)  # gate and up in one matrix
+
+
+def attention(head_size: int, num_heads: int = 2, num_keys: int = 1) -> int:
+    """Queries, keys, values and what brings them together."""
+    queries, keys = num_heads * head_size, num_keys * head_size
+    return 2 * (queries + 64) + 2 * (keys + 64)
+
+
+DENSE = {
+    "qwen3": 4 * (attention(128) + MLP) + HEAD,
+    **dict.fromkeys(
+        ("qwen2", "llama", "mistral", "olmo2", "smollm3", "granite", "cohere2"), 4 * (attention(32) + MLP) + HEAD
+    ),
+    "glm4": 4 * (attention(128) + FUSED_MLP) + HEAD,
+    "phi3": 4 * ((4 * 32 + 64) + (64 + 64) + FUSED_MLP) + HEAD,  # queries, keys and values in one matrix
+}
+
+
+@pytest.mark.parametrize("kind", DENSE)
 def test_dense_decoders_are_covered(kind: str) -> None:
-    check_coverage(find_family(config(kind), "dir"), config(kind), "dir")
+    assert check_coverage(find_family(config(kind), "dir"), config(kind), "dir").adapter == DENSE[kind]
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
 def test_dense_decoders_with_a_head_size_of_their_own_are_covered(kind: str) -> None:
-    check_coverage(find_family(config(kind), "dir"), config(kind, head_dim=32), "dir")
+    numbers = check_coverage(find_family(config(kind), "dir"), config(kind, head_dim=48), "dir")
+    assert numbers.adapter == 4 * (attention(48) + MLP) + HEAD
+
+
+def experts(count: int, inner: int) -> int:
+    return count * 3 * (inner + 64)
 
 
 def test_qwen3_moe_is_covered_with_layers_that_have_no_experts_and_its_routers_frozen() -> None:
     found = config("qwen3_moe", **EXPERTS, mlp_only_layers=[0])
     found.architectures = ["Qwen3MoeForCausalLM"]
-    check_coverage(find_family(found, "dir"), found, "dir")
+    numbers = check_coverage(find_family(found, "dir"), found, "dir")
+    assert numbers.adapter == 4 * attention(32) + MLP + 3 * experts(4, 32) + HEAD
+
+
+# Three layers of linear attention, of 16 heads of keys and 32 of values with 128 numbers each, and one whose queries
+# bring their gates.
+QWEN3_NEXT = 3 * ((2 * 16 * 128 + 2 * 32 * 128 + 64) + (2 * 32 + 64) + (64 + 32 * 128)) + attention(256) + 2 * 256
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [("qwen3_next", "Qwen3NextForCausalLM"), ("qwen2_moe", "Qwen2MoeForCausalLM")]
+    ("kind", "architecture", "of_attention"),
+    [
+        ("qwen3_next", "Qwen3NextForCausalLM", QWEN3_NEXT),
+        ("qwen2_moe", "Qwen2MoeForCausalLM", 4 * attention(32)),
+    ],
 )
-def test_mixtures_with_a_shared_expert_are_covered_with_its_gate_frozen(kind: str, architecture: str) -> None:
+def test_mixtures_with_a_shared_expert_are_covered_with_its_gate_frozen(
+    kind: str, architecture: str, of_attention: int
+) -> None:
     found = config(kind, **EXPERTS, shared_expert_intermediate_size=32)
     found.architectures = [architecture]
     family = find_family(found, "dir")
-    check_coverage(family, found, "dir")
+    numbers = check_coverage(family, found, "dir")
+    assert numbers.adapter == of_attention + 4 * (experts(4, 32) + experts(1, 32)) + HEAD
     assert "model.layers.*.mlp.shared_expert_gate" in family.frozen
 
 
@@ -66,7 +105,8 @@ def test_mixtral_is_covered_and_its_router_frozen() -> None:
     found = config("mixtral")
     found.architectures = ["MixtralForCausalLM"]
     family = find_family(found, "dir")
-    check_coverage(family, found, "dir")
+    numbers = check_coverage(family, found, "dir")
+    assert numbers.adapter == 4 * (attention(32) + experts(8, 128)) + HEAD
     assert list(family.frozen) == ["model.layers.*.mlp.gate"]
 
 
@@ -74,7 +114,10 @@ def test_mixtral_is_covered_and_its_router_frozen() -> None:
 def test_qwen3_vl_is_covered_and_its_vision_tower_frozen(tmp_path, moe: bool) -> None:
     source = make_tiny_vl(tmp_path / "model", moe=moe)
     found = AutoConfig.from_pretrained(source)
-    check_coverage(find_family(found, str(source)), found, str(source))
+    numbers = check_coverage(find_family(found, str(source)), found, str(source))
+    vocabulary = 384  # the tokenizer's, made a multiple of 64
+    assert numbers.adapter == 2 * (attention(32) + (experts(8, 96) if moe else MLP)) + vocabulary + 64
+    assert not any(one.in_tower for one in numbers.matrices) and numbers.tower > 0
 
 
 PARTLY: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -181,7 +224,11 @@ def test_deepseek_v3_is_covered_with_its_latents_and_shared_experts_and_its_rout
 
 @pytest.mark.parametrize("mscales", [{}, {"mscale": 0.7, "mscale_all_dim": 1.0}])
 def test_deepseek_v3_is_served_with_yarn_as_published(mscales: dict[str, float]) -> None:
-    find_family(deepseek_v3(rope_parameters={**YARN, **mscales}), "dir")
+    model = deepseek_v3(rope_parameters={**YARN, **mscales})
+    family = find_family(model, "dir")
+    # YaRN scales attention by 0.1 m ln(factor) + 1, and DeepSeek divides that of mscale by that of mscale_all_dim.
+    scale, of_all = (0.1 * m * math.log(2) + 1 for m in (mscales.get("mscale", 1), mscales.get("mscale_all_dim", 0)))
+    assert family.model_class.from_config(model).model.rotary_emb.attention_scaling == pytest.approx(scale / of_all)
 
 
 @pytest.mark.parametrize(

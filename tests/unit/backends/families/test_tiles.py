@@ -117,7 +117,12 @@ async def test_a_chat_has_an_image_where_its_template_has_the_mark(renderer, pro
 
 def test_a_kind_is_covered_and_its_vision_tower_frozen(source) -> None:
     config = AutoConfig.from_pretrained(source)
-    check_coverage(find_family(config, str(source)), config, str(source))
+    numbers = check_coverage(find_family(config, str(source)), config, str(source))
+    # Of rank 1, in each of two layers: queries of two heads of 32 numbers and what brings them together, a head of
+    # keys and of values, gate, up and down.
+    layer = 2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64)
+    assert numbers.adapter == 2 * layer + config.text_config.vocab_size + 64
+    assert not any(one.in_tower for one in numbers.matrices) and numbers.tower > 0
 
 
 def test_a_tokenizer_without_the_marks_is_refused_with_their_names(kind, tiny_vl, source) -> None:
