@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -20,11 +21,12 @@ from backends.formats.stacked_adapters import open_adapter
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
 from backends.sampler.adapters import AdapterLoader
+from backends.sampler.sequences import score
 from backends.sampler.versions import VersionCache
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, present
 from tests.models import make_tiny_vl
-from tests.slots import running_engine, seeing_trainer
+from tests.slots import BFLOAT16_NATS, running_engine, seeing_trainer, trained_scores
 from tests.trainers import forward_backward
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -67,21 +69,34 @@ def adapters(engine: AsyncLLM, seeing: Renderer, tmp_path_factory: pytest.TempPa
     return VersionCache(tmp_path_factory.mktemp("scratch"), AdapterLoader(engine, seeing, "bfloat16"))
 
 
+TEXT = list(range(10, 40))
+
+
 async def load(adapters: VersionCache, weights: Path) -> None:
     async with adapters.hold(weights) as held:
         await adapters.load(held)
 
 
-async def test_what_was_trained_and_saved_is_loaded_again_and_again(adapters, saved):
-    for weights in (*saved.values(), *saved.values()):  # more than there are slots, so that each is filled again
-        await load(adapters, weights)
+async def scores(engine: AsyncLLM, adapters: VersionCache, weights: Path) -> list[float]:
+    """Of `TEXT` with these weights, nats."""
+    async with adapters.hold(weights) as held:
+        found: list[float] = (await score(engine, TEXT, await adapters.load(held))).tolist()
+        return found
 
 
-async def test_experts_that_are_saved_matrix_by_matrix_are_loaded_too(adapters, rank, tmp_path):
+async def test_what_was_trained_and_saved_is_what_the_slots_hold(engine, adapters, saved, rank):
+    for _ in range(2):  # more than there are slots, so that each is filled again
+        for name, weights in saved.items():
+            wanted = trained_scores(rank, name, TEXT)
+            np.testing.assert_allclose(await scores(engine, adapters, weights), wanted, rtol=0, atol=BFLOAT16_NATS)
+
+
+async def test_experts_that_are_saved_matrix_by_matrix_are_the_same(engine, adapters, saved, rank, tmp_path):
     rank.save_sampler_weights("m0", tmp_path / "apart", for_elsewhere=True)
     with safe_open(tmp_path / "apart" / ADAPTER_FILE, "pt") as file:
         assert any("experts.7.up_proj" in name for name in file.keys())  # noqa: SIM118 - the file is no mapping
-    await load(adapters, tmp_path / "apart")
+    apart = await scores(engine, adapters, tmp_path / "apart")
+    assert apart == await scores(engine, adapters, saved["m0"])
 
 
 @pytest.mark.parametrize("form", ["stacks", "apart"])
