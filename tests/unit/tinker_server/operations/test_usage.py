@@ -1,7 +1,6 @@
 """Usage counts every token once, for the owner of the request."""
 
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +23,6 @@ from tinker_server.weights.lookup import WeightStores
 
 IMAGE_TOKENS = 4
 """As the fake base model expands every image."""
-
-
-@pytest.fixture
-async def db(database_url: str) -> AsyncIterator[Database]:
-    db = Database(database_url)
-    await db.migrate()
-    yield db
-    await db.close()
 
 
 async def amounts(usage: UsageStore, owner: str) -> dict[str, int]:

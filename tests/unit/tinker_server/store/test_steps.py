@@ -1,7 +1,5 @@
 """Recorded steps are written with their results, drawn in groups, and deleted when they are old."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from tinker_server.store.database import Database
@@ -29,14 +27,6 @@ def run_of(num_steps: int) -> list[Step]:
         steps += [batch(3 * step + part, step, loss=float(20 * (num_steps - step)), at=step) for part in (1, 2)]
         steps.append(applied(3 * step + 3, step, rate=0.1 * (step + 1), at=step + 0.5))
     return steps
-
-
-@pytest.fixture
-async def futures(db: Database) -> AsyncIterator[FutureStore]:
-    store = FutureStore(db, recent_bytes=1000)
-    await store.start()
-    yield store
-    await store.stop()
 
 
 async def record(db: Database, steps: list[Step]) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,6 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.tables import Table
 
 OWNER = "alice"
-
-
-@pytest.fixture
-async def futures(db: Database) -> AsyncIterator[FutureStore]:
-    store = FutureStore(db, recent_bytes=1000)
-    await store.start()
-    yield store
-    await store.stop()
 
 
 def step(seq_id: int, lane: str = "model", kind: str = "optim_step", digest: str = "one") -> Operation:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from sqlalchemy import insert
@@ -18,14 +17,6 @@ from tinker_server.store.tables import SamplingSessionRow
 HOUR_S = 3600.0
 LIMITS = UnnamedLimits(kept_s=6 * HOUR_S, silent_s=24 * HOUR_S, per_model=3, bytes_per_owner=1000)
 NOW = 1e9
-
-
-@pytest.fixture
-async def db(database_url: str) -> AsyncIterator[Database]:
-    db = Database(database_url)
-    await db.migrate()
-    yield db
-    await db.close()
 
 
 async def session(db: Database) -> str:
