@@ -6,7 +6,7 @@ pytest tests/conformance/test_silent_clients.py
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,12 @@ from tinker import types
 
 from tests.factories import present
 from tests.fake_server import Running, datum
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 TIMEOUT_S = 1.0
 PATIENCE_S = 120
+"""A suspension and a sweep sync the disk a dozen times, which others may keep busy for a second each time."""
 CLIENT = """
 import sys, time, tinker
 client = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-test")
@@ -35,14 +37,6 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
     running.stop()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """A suspension and a sweep sync the disk a dozen times, which others may keep busy for a second each time."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
-
-
 def test_064_a_killed_clients_model_leaves_memory(server: Running) -> None:
     trainer = server.backend.tiny.trainer
     client = subprocess.Popen([sys.executable, "-c", CLIENT, server.url], stdout=subprocess.PIPE, text=True)
@@ -51,7 +45,7 @@ def test_064_a_killed_clients_model_leaves_memory(server: Running) -> None:
     client.kill()
     client.wait()
     present(client.stdout).close()
-    until(lambda: model_id not in trainer.steps)
+    wait_until(lambda: model_id not in trainer.steps, PATIENCE_S)
 
 
 def test_064_a_silent_client_finds_its_model_as_it_was(server: Running) -> None:
@@ -62,7 +56,7 @@ def test_064_a_silent_client_finds_its_model_as_it_was(server: Running) -> None:
     training.forward_backward([datum(3)], "cross_entropy").result()
     assert present(training.optim_step(types.AdamParams()).result().metrics)["step"] == 1
     for expected in (2, 3):
-        until(lambda: training.model_id not in trainer.steps)
+        wait_until(lambda: training.model_id not in trainer.steps, PATIENCE_S)
         assert list(server.settings.data_dir.glob("checkpoints/*/snapshots/*")), "not on disk"
         assert present(training.optim_step(types.AdamParams()).result().metrics)["step"] == expected
         assert len(list(server.settings.data_dir.glob("checkpoints/*/snapshots/*"))) == 1, "older ones are still there"
@@ -72,7 +66,7 @@ def test_064_a_suspended_model_outlives_a_restart(tmp_path: Path) -> None:
     first = Running(tmp_path, session_timeout_s=TIMEOUT_S)
     model_id = first.model()
     first.result(first.post("/optim_step", model_id=model_id, seq_id=1))
-    until(lambda: model_id not in first.backend.tiny.trainer.steps)
+    wait_until(lambda: model_id not in first.backend.tiny.trainer.steps, PATIENCE_S)
     first.stop()
     second = Running(tmp_path, session_timeout_s=TIMEOUT_S)
     try:
@@ -104,7 +98,7 @@ def test_008_a_finished_session_takes_no_more_work_and_its_models_are_freed(serv
     ]
     assert [answer.status_code for answer in refused] == [403] * 3
     assert all("finished" in answer.json()["detail"] for answer in refused)
-    until(lambda: model_id not in server.backend.tiny.trainer.steps)
+    wait_until(lambda: model_id not in server.backend.tiny.trainer.steps, PATIENCE_S)
 
 
 @pytest.mark.parametrize("server", [{"unnamed_kept_s": 1.5}], indirect=True)
@@ -119,7 +113,7 @@ def test_085_unnamed_sampler_weights_go_when_nobody_uses_them(server: Running) -
         used.sample(prompt, 1, one).result()
         return len(list(server.settings.data_dir.glob("checkpoints/*/snapshot/*"))) < 2
 
-    until(one_is_gone)
+    wait_until(one_is_gone, PATIENCE_S)
     used.sample(prompt, 1, one).result()
     with pytest.raises(tinker.RequestFailedError, match="had no name"):
         unused.sample(prompt, 1, one).result()

@@ -2,17 +2,18 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import AsyncMock, Mock
+from typing import cast
 
 import psutil
 import pytest
 import pytest_asyncio
 
 from backends.model_spec import ModelSpec
+from backends.processes import supervisor
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child, Command
@@ -20,13 +21,16 @@ from backends.processes.supervisor import Silence, Supervisor
 from backends.protocol import BackendFailed, ChatTask, ignore_loading
 from backends.sampler.pool import SamplerPool
 from tests.sampling import ask, sampler_config
+from tests.waiting import until
 
-STARTS: list[float] = []
+STARTS: list[tuple[float, Child]] = []
+"""Processes, and when their start began, by the monotonic clock."""
 
 
 async def launch_light(spec: ModelSpec) -> list[Child]:
-    STARTS.append(asyncio.get_running_loop().time())
-    return [await launch(spec.name, "tests.fake_sampler_process", {})]
+    began_s, child = time.monotonic(), await launch(spec.name, "tests.fake_sampler_process", {})
+    STARTS.append((began_s, child))
+    return [child]
 
 
 @pytest_asyncio.fixture
@@ -80,14 +84,16 @@ async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_emitted(
 
 
 async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(
-    sampler: SamplerPool, tmp_path: Path
+    sampler: SamplerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.1)
     (tmp_path / "broken").touch()
     waiting = [asyncio.create_task(ask(sampler, token)) for token in (0, 1, 0)]
-    await asyncio.sleep(9)
+    # At first, after the first death, and three times after a failed start.
+    await until(lambda: len(STARTS) == 5, limit_s=60)
     assert not any(one.done() for one in waiting)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(STARTS[1:])]
-    assert 2 <= len(pauses) <= 4 and pauses[0] > 0.9 and pauses[1] > 1.9
+    pauses = [began_s - child.died_s for (_, child), (began_s, _) in itertools.pairwise(STARTS[1:])]
+    assert all(pause > wanted for pause, wanted in zip(pauses, (0.1, 0.2, 0.4), strict=True)), pauses
     (tmp_path / "broken").unlink()
     assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == [0, 1, 0]
 
@@ -100,20 +106,38 @@ async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more
     assert not psutil.pid_exists(child.process.pid)
 
 
+class Asked:
+    """A child that says of its progress what the test says, and ends when it is asked to."""
+
+    name = "light"
+
+    def __init__(self) -> None:
+        self.died, self.asked = asyncio.Event(), asyncio.Event()
+        self.answer = asyncio.get_running_loop().create_future()
+
+    async def call(self, _: Command[int]) -> int:
+        self.asked.set()
+        progress: int = await self.answer
+        return progress
+
+    async def stop(self, grace_s: float) -> None:
+        self.died.set()
+
+
 @pytest.mark.parametrize("num_iterations", range(4))
 async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) -> None:
     """The stop comes so many iterations of the event loop later: the watch must not take the one for the other."""
-    asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
+    asked = Asked()
 
-    async def ask_progress(_: Any) -> int:
-        asked.set()
-        progress: int = await answer
-        return progress
+    async def start() -> list[Child]:
+        return [cast(Child, asked)]
 
-    child = Mock(died=asyncio.Event(), call=ask_progress, stop=AsyncMock())
+    async def prepare(_: list[Child]) -> None:
+        """It is ready at once."""
+
     isolation = CrashIsolation(is_exclusive=True)
     silence = Silence(0.4, lambda: isolation.is_busy, lambda child: child.call(Command[int]()))
-    running = Supervisor("light", AsyncMock(return_value=[child]), AsyncMock(), silence=silence)
+    running = Supervisor("light", start, prepare, silence=silence)
     await running.start(ignore_loading)
 
     async def work() -> None:
@@ -121,9 +145,9 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) ->
             await asyncio.sleep(60)
 
     working = asyncio.create_task(work())
-    await asked.wait()
+    await asked.asked.wait()
     working.cancel()
-    answer.set_result(1)
+    asked.answer.set_result(1)
     for _ in range(num_iterations):
         await asyncio.sleep(0)
     async with asyncio.timeout(10):

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.dashboard import Owner, with_keys
 from tests.fake_server import Running
 from tests.fakes import ADAPTER
 from tests.uploading import FILES, Started
+from tests.waiting import wait_until
 from tinker_server.store.uploads import CONFIG_BYTES, KEPT_S
 
 CONFIG = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 32}'
@@ -282,7 +283,7 @@ def test_an_upload_goes_on_after_a_restart(tmp_path: Path) -> None:
     second.set_gate(second.backend.tiny.sampler.publish_gate, is_open=False)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         asking = thread.submit(httpx.post, **asked(second, begun["upload_id"]))
-        until(lambda: bool(second.backend.tiny.sampler.published))
+        wait_until(lambda: bool(second.backend.tiny.sampler.published))
         second.stop()  # in the middle of the finish
         assert asking.exception() is not None or asking.result().status_code >= 500
     third = Running(tmp_path / "data")
@@ -294,10 +295,3 @@ def test_an_upload_goes_on_after_a_restart(tmp_path: Path) -> None:
 def asked(server: Running, upload_id: str) -> dict[str, Any]:
     url = f"{server.url}/api/v1/external_weights_upload_finish"
     return {"url": url, "json": {"upload_id": upload_id}, "headers": {"x-api-key": "tml-test"}, "timeout": 30}
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from backends.cluster.handshake import accept
 from backends.cluster.lines import BACKLOG_BYTES, LINE_BYTES, LOG, Backlog, Lines, show
 from tests.cluster.connections import serving
 from tests.factories import present
+from tests.waiting import until
 
 TOKEN = secrets.token_hex(32)
 
@@ -71,9 +71,3 @@ async def test_the_oldest_lines_are_left_out_and_counted() -> None:
 
 def size(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110 - it is logged
-            await asyncio.sleep(0.02)

@@ -1,7 +1,6 @@
 """The server restores models of a trainer that has ended, without a request for them."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,7 @@ import pytest
 from api_schemas.training import Trainable
 from backends.protocol import ModelLost
 from tests.submitting import Client, server
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - fakes tell of nothing
-            await asyncio.sleep(0.01)
+from tests.waiting import until
 
 
 async def two_models(client: Client) -> list[str]:
