@@ -204,7 +204,9 @@ def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=120, **more)
 
 
-def test_doctor_says_what_a_model_needs_and_loads_nothing(tiny_vl: Path, tmp_path: Path) -> None:
+def test_doctor_says_what_a_model_needs_and_loads_nothing(
+    tiny_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ["doctor", "--data-dir", str(tmp_path), "--device", "cpu"]
     fine = command(
         *asked, "--model", f"tiny={tiny_vl}", env={"PATH": "/usr/bin", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
@@ -213,36 +215,34 @@ def test_doctor_says_what_a_model_needs_and_loads_nothing(tiny_vl: Path, tmp_pat
     assert "torch 2." in fine.stdout and "qwen3_vl" in fine.stdout and "all of it can be served" in fine.stdout
     assert "image prompts in flight take up to 0.5 GiB of main memory for each owner" in fine.stdout
     assert "kv-cache-zeroing" in fine.stdout and "as written" in fine.stdout and "absent" not in fine.stdout
-    too_large = {"TINKER_SERVER_BACKEND__KV_CACHE_BYTES": str(1 << 50), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"}
-    refused = command(*asked, "--model", f"tiny={tiny_vl}", env=too_large)
-    assert refused.returncode == 2 and "too little memory" in refused.stderr and "qwen3_vl" in refused.stdout
+    monkeypatch.setattr(sys, "argv", ["tinker-server", *asked, "--model", f"tiny={tiny_vl}"])
+    monkeypatch.setenv("TINKER_SERVER_BACKEND__KV_CACHE_BYTES", str(1 << 50))
+    assert main() == 2
+    refused = capsys.readouterr()
+    assert "too little memory" in refused.err and "qwen3_vl" in refused.out
 
 
-def test_doctor_plans_for_gpus_that_are_not_there(tiny_text: Path, tmp_path: Path) -> None:
-    environment = {"PATH": "/usr/bin", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+def test_doctor_plans_for_gpus_that_are_not_there(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = ["--data-dir", str(tmp_path), "--model", f"tiny={tiny_text}"]
-    found = command("doctor", *model, "--gpu", "H200:2", env=environment)
-    assert found.returncode == 0, found.stderr
+    monkeypatch.setattr(sys, "argv", ["tinker-server", "doctor", *model, "--gpu", "H200:2"])
+    assert main() == 0
+    found = capsys.readouterr().out
     for said in (
         "GPU 1: H200, 139.8 GiB",
         "bfloat16",
         "trainer on GPU 0, 1, ",
         "each, the whole base; 2 engines on GPU 0; GPU 1, ",
     ):
-        assert said in found.stdout
-    (together,) = [line for line in found.stdout.splitlines() if "together" in line]
+        assert said in found
+    (together,) = [line for line in found.splitlines() if "together" in line]
     assert "139.80 GiB" in together, "the table has every byte of both, in one column"
-    assert "idle" not in found.stdout
-    found = command(
-        "doctor",
-        *model,
-        "--gpu",
-        "H200:3",
-        "--engines",
-        "1",
-        env=environment | {"TINKER_SERVER_BACKEND__CONTEXT_PARALLEL": "2"},
-    )
-    assert "GPU 2 will be idle" in found.stdout
+    assert "idle" not in found
+    monkeypatch.setattr(sys, "argv", ["tinker-server", "doctor", *model, "--gpu", "H200:3", "--engines", "1"])
+    monkeypatch.setenv("TINKER_SERVER_BACKEND__CONTEXT_PARALLEL", "2")
+    assert main() == 0
+    assert "GPU 2 will be idle" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
