@@ -195,8 +195,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run.server.stop()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=10))
+def applies_what_it_acknowledged(run: Run, actions: list[str]) -> None:
+    """Every step applies exactly the acknowledged requests, or fails."""
+    run.model()
+    for action in [*actions, "step", "good", "step"]:
+        run.act(action)
+
+
+def drawn(max_examples: int) -> settings:
+    checks = list(HealthCheck)
+    return settings(
+        max_examples=max_examples, deadline=None, derandomize=True, database=None, suppress_health_check=checks
+    )
+
+
+SEQUENCES = st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=10)
+
+
+@drawn(4)
+@given(actions=SEQUENCES)
 @example(actions=["good", "refused"])
 @example(actions=["good", "too large"])
 @example(actions=["good", "never sent"])
@@ -210,6 +227,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 @example(actions=["good", "suspended", "failing", "restarted", "good"])
 @example(actions=["good", "refused", "suspended", "restarted", "good"])
 def test_every_step_applies_exactly_the_acknowledged_requests_or_fails(run: Run, actions: list[str]) -> None:
-    run.model()
-    for action in [*actions, "step", "good", "step"]:
-        run.act(action)
+    applies_what_it_acknowledged(run, actions)
+
+
+@pytest.mark.slow
+@drawn(40)
+@given(actions=SEQUENCES)
+def test_every_step_of_many_sequences_applies_exactly_the_acknowledged_requests_or_fails(
+    run: Run, actions: list[str]
+) -> None:
+    applies_what_it_acknowledged(run, actions)
