@@ -1,11 +1,13 @@
 """The sampler's tests share these requests, and plain transformers and PEFT as a reference."""
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
@@ -17,11 +19,11 @@ from api_schemas.training import Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec, Placement
-from backends.protocol import SamplingTask
+from backends.protocol import InvalidInput, SamplingTask
 from backends.sampler.pool import SamplerPool
 from backends.trainer.checkpoint_files import write_adapter, write_directory
 from backends.trainer.rank import TrainerRank
-from tests.factories import image, present, prompt, words
+from tests.factories import MIXED, image, present, prompt, words
 from tests.specs import tiny_spec
 from tests.trainers import logprobs
 
@@ -111,6 +113,10 @@ class Reference:
         return expected
 
 
+OVERFLOWING = 1e30
+"""Finite, also in bfloat16, and too large for any product."""
+
+
 def spoilt(reference: Reference, directory: Path, value: float) -> Path:
     """The adapter `small`, every lora_B filled with one value."""
     tensors = {name: tensor.detach().clone() for name, tensor in reference.tensors("small").items()}
@@ -119,6 +125,48 @@ def spoilt(reference: Reference, directory: Path, value: float) -> Path:
             tensors[name].fill_(value)
     write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
     return directory
+
+
+async def assert_draws_fail_alone(sampler: SamplerPool, reference: Reference, directory: Path, beside: Path) -> None:
+    """Draws from scores that are not finite: those with the weights `beside` go on, and so does the engine."""
+    diverged = spoilt(reference, directory / "diverged", OVERFLOWING)
+    process = sampler.engines[0].supervisor.children
+    other = request(MIXED["text"], {"max_tokens": 300, "stop": []})
+    drawing = asyncio.create_task(sample(sampler, other, beside))
+    for fields in ({"prompt_alt_tokens_k": 2}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}):
+        with pytest.raises(InvalidInput, match="not finite"):
+            await sample(sampler, request(MIXED["one image"], {"seed": 1}, **fields), diverged)
+    assert len((await drawing).sequences[0].tokens) == 300
+    assert sampler.engines[0].supervisor.children is process
+
+
+def favouring_placeholders(config: Any, directory: Path) -> Path:
+    """An adapter of the head under which, at every position, one of the two placeholders is favoured by far: their
+    rows point in opposite directions."""
+    direction = torch.ones(1, config.get_text_config().hidden_size)
+    rows = torch.zeros(config.get_text_config().vocab_size, 2)
+    rows[config.image_token_id, 0] = rows[config.video_token_id, 1] = 1.0
+    tensors = {
+        "base_model.model.lm_head.lora_A.weight": torch.cat([direction, -direction]),
+        "base_model.model.lm_head.lora_B.weight": rows,
+    }
+    write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=2, seed=0), "base"))
+    return directory
+
+
+async def assert_no_placeholder_is_drawn(sampler: SamplerPool, renderer: Renderer, directory: Path) -> None:
+    """However likely it is."""
+    config = renderer.config
+    weights = favouring_placeholders(config, directory)
+    for params in ({}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.2}):
+        one = request(MIXED["one image"], {"max_tokens": 40, "stop": []} | params, num_samples=8)
+        response = await sample(sampler, one, weights)
+        tokens = np.concatenate([one.tokens for one in response.sequences])
+        assert not set(tokens.tolist()) & {config.image_token_id, config.video_token_id}, params
+        assert all(np.isfinite(one.logprobs).all() for one in response.sequences)
+        mean = np.mean([one.logprobs.mean() for one in response.sequences])
+        # Else of the whole distribution, which the two dominate.
+        assert (mean > -3) == ("top_k" in params or "top_p" in params)
 
 
 def request(model_input: ModelInput, params: dict | None = None, **fields) -> SampleRequest:

@@ -13,15 +13,24 @@ import pytest
 import pytest_asyncio
 import torch
 
-from api_schemas.training import Trainable
 from backends.formats.model_files import kv_bytes_per_token
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Placement
 from backends.protocol import InvalidInput
 from backends.sampler.pool import SamplerPool
-from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import MIXED, prompt, words
-from tests.sampling import RANKS, Reference, request, sample, sampler_config, scoring
+from tests.sampling import (
+    OVERFLOWING,
+    RANKS,
+    Reference,
+    assert_draws_fail_alone,
+    assert_no_placeholder_is_drawn,
+    request,
+    sample,
+    sampler_config,
+    scoring,
+    spoilt,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,19 +59,9 @@ def reference(tiny_vl: Path, renderer: Renderer) -> Reference:
     return Reference(tiny_vl, renderer, RANKS)
 
 
-def spoilt(reference: Reference, directory: Path) -> Path:
-    """The adapter `small` with every lora_B 1e30: finite, also in bfloat16, and too large for any product."""
-    tensors = {name: tensor.detach().clone() for name, tensor in reference.tensors("small").items()}
-    for name in tensors:
-        if "lora_B" in name:
-            tensors[name].fill_(1e30)
-    write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
-    return directory
-
-
 async def test_a_diverged_adapter_leaves_nothing_in_the_cache_for_others(sampler, reference, renderer, tmp_path):
     """The prompts fill the whole cache."""
-    diverged = spoilt(reference, tmp_path / "diverged")
+    diverged = spoilt(reference, tmp_path / "diverged", OVERFLOWING)
     small = reference.save("small", RANKS["small"], tmp_path / "small")
     inputs = [prompt(words(40, i)) for i in range(40)]
 
@@ -84,29 +83,9 @@ async def test_a_diverged_adapter_leaves_nothing_in_the_cache_for_others(sampler
 
 
 async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, reference, tmp_path):
-    diverged = spoilt(reference, tmp_path / "diverged")
-    process = sampler.engines[0].supervisor.children
-    for fields in ({"prompt_alt_tokens_k": 2}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}):
-        with pytest.raises(InvalidInput, match="not finite"):
-            await sample(sampler, request(MIXED["one image"], {"seed": 1}, **fields), diverged)
-    assert sampler.engines[0].supervisor.children is process
+    small = reference.save("small", RANKS["small"], tmp_path / "small")
+    await assert_draws_fail_alone(sampler, reference, tmp_path, small)
 
 
 async def test_image_placeholders_are_never_drawn_however_likely(sampler, renderer, tmp_path):
-    config = renderer.config
-    direction = torch.ones(1, config.get_text_config().hidden_size)
-    rows = torch.zeros(config.get_text_config().vocab_size, 2)
-    rows[config.image_token_id, 0] = rows[config.video_token_id, 1] = 1.0
-    tensors = {
-        "base_model.model.lm_head.lora_A.weight": torch.cat([direction, -direction]),
-        "base_model.model.lm_head.lora_B.weight": rows,
-    }
-    write_directory(tmp_path / "a", lambda at: write_adapter(at, tensors, Trainable(rank=2, seed=0), "base"))
-    for params in ({}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.2}):
-        one = request(MIXED["one image"], {"max_tokens": 40, "stop": []} | params, num_samples=8)
-        response = await sample(sampler, one, tmp_path / "a")
-        tokens = np.concatenate([one.tokens for one in response.sequences])
-        assert not set(tokens.tolist()) & {config.image_token_id, config.video_token_id}, params
-        mean = np.mean([one.logprobs.mean() for one in response.sequences])
-        assert np.isfinite(mean)
-        assert (mean > -3) == ("top_k" in params or "top_p" in params)  # else of the whole distribution
+    await assert_no_placeholder_is_drawn(sampler, renderer, tmp_path / "a")

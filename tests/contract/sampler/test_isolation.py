@@ -7,20 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from api_schemas.training import Trainable
 from backends.protocol import ChatTask, InvalidInput
-from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import MIXED, photo, prompt, words
-from tests.sampling import assert_close, request, sample, scoring, spoilt
+from tests.sampling import (
+    OVERFLOWING,
+    assert_close,
+    assert_draws_fail_alone,
+    assert_no_placeholder_is_drawn,
+    request,
+    sample,
+    scoring,
+    spoilt,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 async def test_an_adapter_that_diverged_leaves_nothing_in_the_cache_for_others(sampler, reference, adapters, tmp_path):
     """Its values are finite, and overflow in the model. The prompts fill the whole KV cache."""
-    diverged = spoilt(reference, tmp_path / "diverged", 1e30)
+    diverged = spoilt(reference, tmp_path / "diverged", OVERFLOWING)
     inputs = [prompt(words(40, i)) for i in range(40)]
 
     async def scores(name: str | None) -> list[np.ndarray | None]:
@@ -70,36 +76,8 @@ async def test_weights_that_are_not_finite_are_refused_by_name(sampler, referenc
 
 
 async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, reference, adapters, tmp_path):
-    diverged = spoilt(reference, tmp_path / "diverged", 1e30)
-    process = sampler.engines[0].supervisor.children
-    beside = asyncio.create_task(
-        sample(sampler, request(MIXED["text"], {"max_tokens": 300, "stop": []}), adapters["small"])
-    )
-    for fields in ({"prompt_alt_tokens_k": 2}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}):
-        with pytest.raises(InvalidInput, match="not finite"):
-            await sample(sampler, request(MIXED["one image"], {"seed": 1}, **fields), diverged)
-    assert len((await beside).sequences[0].tokens) == 300
-    assert sampler.engines[0].supervisor.children is process
+    await assert_draws_fail_alone(sampler, reference, tmp_path, adapters["small"])
 
 
 async def test_image_placeholders_are_never_drawn_however_likely(sampler, renderer, tmp_path):
-    """At every position one of the two is favoured by far: their rows of the head point in opposite directions."""
-    config = renderer.config
-    direction = torch.ones(1, config.get_text_config().hidden_size)
-    rows = torch.zeros(config.get_text_config().vocab_size, 2)
-    rows[config.image_token_id, 0] = rows[config.video_token_id, 1] = 1.0
-    tensors = {
-        "base_model.model.lm_head.lora_A.weight": torch.cat([direction, -direction]),
-        "base_model.model.lm_head.lora_B.weight": rows,
-    }
-    write_directory(tmp_path / "a", lambda at: write_adapter(at, tensors, Trainable(rank=2, seed=0), "base"))
-    for params in ({}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.2}):
-        one = request(MIXED["one image"], {"max_tokens": 40, "stop": []} | params, num_samples=8)
-        response = await sample(sampler, one, tmp_path / "a")
-        tokens = np.concatenate([one.tokens for one in response.sequences])
-        assert not set(tokens.tolist()) & {config.image_token_id, config.video_token_id}, params
-        assert all(np.isfinite(one.logprobs).all() for one in response.sequences)
-        if "top_k" not in params and "top_p" not in params:  # of the whole distribution, which the two dominate
-            assert np.mean([one.logprobs.mean() for one in response.sequences]) < -3
-        else:
-            assert np.mean([one.logprobs.mean() for one in response.sequences]) > -3
+    await assert_no_placeholder_is_drawn(sampler, renderer, tmp_path / "a")
