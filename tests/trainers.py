@@ -1,9 +1,10 @@
 """A trainer's rank in the test's own process, and transformers as its reference."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,8 +39,20 @@ def config(
     )
 
 
-def trainer(source: Path, max_tokens: int = 1024) -> TrainerRank:
-    return TrainerRank(config(source, max_tokens), World(0, 1, torch.device("cpu")))
+def trainer(
+    source: Path, max_tokens: int = 1024, device: Literal["cpu", "cuda"] = "cpu", **changes: Any
+) -> TrainerRank:
+    """A world of its own, on the first device of its kind; `changes` of the spec."""
+    settings = replace(config(source, max_tokens), device=device, **changes)
+    return TrainerRank(settings, World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")))
+
+
+def trained(rank: TrainerRank, adapters: Mapping[str, Trainable]) -> TrainerRank:
+    """With models whose adapters are off their start."""
+    for name, lora in adapters.items():
+        rank.create_model(name, lora)
+        perturb(rank, name)
+    return rank
 
 
 _numbers = itertools.count()

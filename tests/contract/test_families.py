@@ -44,6 +44,7 @@ from tests.trainers import (
     logprobs,
     perturb,
     reference_logprobs,
+    trained,
     trainer,
 )
 
@@ -75,18 +76,9 @@ def mixed_data(renderer: Renderer) -> list[Datum]:
     return [datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())]
 
 
-def trained(source: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> TrainerRank:
-    """With trained adapters."""
-    rank = TrainerRank(replace(config(source), dtype=dtype), World(0, 1, torch.device("cpu")))
-    for name, lora in ADAPTERS.items():
-        rank.create_model(name, lora)
-        perturb(rank, name)
-    return rank
-
-
 @pytest.fixture(scope="module")
 def rank(source: Path) -> TrainerRank:
-    return trained(source)
+    return trained(trainer(source), ADAPTERS)
 
 
 def transformers_model(source: Path, renderer):
@@ -189,7 +181,7 @@ def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
 
 
 def test_in_bfloat16_the_trainer_is_near_float32(rank, source, data) -> None:
-    rounded = TrainerRank(replace(config(source), dtype="bfloat16"), World(0, 1, torch.device("cpu")))
+    rounded = trainer(source, dtype="bfloat16")
     rounded.create_model("a", LORA)
     perturb(rounded, "a")
     output = forward_backward(rounded, "a", cross_entropy(data), True)
@@ -245,7 +237,7 @@ async def check_sampler(source: Path, tmp_path: Path, num_ranks: int) -> None:
     renderer = make_renderer(source)
     # In bfloat16 alone the engine has linear attention on the CPU.
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
-    rank, data = trained(source, dtype), mixed_data(renderer)
+    rank, data = trained(trainer(source, dtype=dtype), ADAPTERS), mixed_data(renderer)
     weights: dict[str | None, Path | None] = {None: None}
     for name in ADAPTERS:
         weights[name] = tmp_path / name

@@ -16,13 +16,12 @@ from api_schemas.inputs import Datum, EncodedTextChunk
 from backends.model_spec import Placement
 from backends.protocol import BackendFailed
 from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import DIVIDED, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config
-from tests.trainers import LORA, config, forward_backward, gradients, perturb, relative_distance, trainer
+from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
 
 pytestmark = pytest.mark.gpu
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23, 300)}
@@ -50,8 +49,7 @@ tiles of an image, images whose tokens see each other, scaled logits, and latent
 
 
 def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
-    settings = dataclasses.replace(config(source), device="cuda", dtype=dtype, **others)
-    return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
+    return trainer(source, device="cuda", dtype=dtype, **others)
 
 
 def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(tmp_path: Path) -> None:
