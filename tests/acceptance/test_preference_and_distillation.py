@@ -12,7 +12,7 @@ DELETE = "behavior_if_log_dir_exists=delete"
 
 
 @pytest.mark.quick
-def test_dpo(cookbook: Cookbook, shows) -> None:
+def test_dpo_lowers_its_loss_from_that_of_equals(cookbook: Cookbook, shows) -> None:
     run = cookbook.train("preference.dpo.train", DELETE, "batch_size=16", "max_steps=4", "learning_rate=1e-3")
     loss = run.column("dpo_loss")
     assert loss[0] == pytest.approx(math.log(2), abs=1e-3), "policy and reference begin equal"
@@ -20,7 +20,7 @@ def test_dpo(cookbook: Cookbook, shows) -> None:
     shows("preference.dpo.train", f"DPO loss {loss[0]:.4f} (ln 2 = 0.6931) -> {loss[-1]:.4f}")
 
 
-def test_shorter(cookbook: Cookbook, shows) -> None:
+def test_shorter_begins_with_the_samplers_own_policy(cookbook: Cookbook, shows) -> None:
     sizes = ("batch_size=4", "group_size=4", "max_tokens=16", "max_steps=2", "eval_every=0")
     run = cookbook.train("preference.shorter.train", DELETE, *sizes)
     kl = run.column("optim/kl_sample_train_v1")
@@ -68,7 +68,7 @@ def test_on_policy_distillation(cookbook: Cookbook, shows, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_sdft(cookbook: Cookbook, shows, reverse: bool) -> None:
+def test_sdft_takes_its_steps_and_saves_its_last(cookbook: Cookbook, shows, reverse: bool) -> None:
     sizes = ("groups_per_batch=4", "max_tokens=16", "max_steps=2", "eval_every=0", f"reverse={reverse}")
     run = cookbook.train("sdft.train", DELETE, *sizes)
     assert len(run.metrics) == 2 and run.checkpoints[-1]["name"] == "final"

@@ -48,20 +48,20 @@ def test_rl_loop(cookbook: Cookbook, shows, loss_fn: str) -> None:
     shows(f"rl_loop, {loss_fn}", f"reward {run.column('reward/total')[-1]:.2f} (the model cannot count)")
 
 
-def test_rl_basic(cookbook: Cookbook, shows) -> None:
+def test_rl_basic_trains_near_the_samplers_policy(cookbook: Cookbook, shows) -> None:
     run = cookbook.train("rl_basic", "max_tokens=16", "max_steps=1")
     assert agreement(run) < LARGEST_KL
     shows("rl_basic", f"KL sampler to trainer {agreement(run):.1e}")
 
 
-def test_rubric(cookbook: Cookbook, shows) -> None:
+def test_rubric_trains_near_the_samplers_policy(cookbook: Cookbook, shows) -> None:
     cookbook.run("rubric.generate_data")
     run = cookbook.train("rubric.train", DELETE, "groups_per_batch=4", "max_steps=2", "eval_every=0")
     assert agreement(run) < LARGEST_KL
     shows("rubric.generate_data and .train", f"KL sampler to trainer {agreement(run):.1e}")
 
 
-def test_prometheus(cookbook: Cookbook, shows) -> None:
+def test_prometheus_trains_near_the_samplers_policy(cookbook: Cookbook, shows) -> None:
     run = cookbook.train("rubric.prometheus_experimental", DELETE, "groups_per_batch=4", "max_steps=2", "eval_every=0")
     assert agreement(run) < LARGEST_KL
     shows("rubric.prometheus_experimental", f"KL sampler to trainer {agreement(run):.1e}")
@@ -91,7 +91,7 @@ def test_multiplayer(cookbook: Cookbook, shows, game: str) -> None:
     shows(f"multiplayer_rl.{game}.train", f"KL sampler to trainer {agreement(run):.1e}, {turns:.1f} turns")
 
 
-def test_forecasting(cookbook: Cookbook, shows) -> None:
+def test_forecasting_trains_near_the_samplers_policy(cookbook: Cookbook, shows) -> None:
     model = ("model_name=Qwen/Qwen3.5-4B", "renderer_name=qwen3_5_disable_thinking", "data_path=markets.csv")
     sizes = ("groups_per_batch=4", "group_size=2", "validation_group_size=1", "max_tokens=16", "max_steps=2")
     run = cookbook.train("forecasting.train", DELETE, *model, *sizes)
@@ -99,7 +99,7 @@ def test_forecasting(cookbook: Cookbook, shows) -> None:
     shows("forecasting.train", f"KL sampler to trainer {agreement(run):.1e}")
 
 
-def test_true_thinking_score(cookbook: Cookbook, shows) -> None:
+def test_true_thinking_score_finds_no_error_in_any_problem(cookbook: Cookbook, shows) -> None:
     cookbook.run("true_thinking_score.run_small_experiment")
     found = json.loads((cookbook.folder / "runs" / "tts-experiment" / "tts_results.json").read_text())
     assert len(found["problems"]) == 3 and not any("error" in problem for problem in found["problems"])
