@@ -85,32 +85,31 @@ def bomb() -> pb.Datum:
     return pb.Datum(loss_fn_inputs={f"weights{index}": tensor for index in range(6)})
 
 
-def bodies() -> dict[str, tuple[str, str, bytes, str]]:
-    """By what it is: route, content type, body, and a further header."""
+Bodies = dict[str, tuple[str, str, bytes, str]]
+"""By what it is: route, content type, body, and a further header."""
+
+
+def small_requests() -> Bodies:
+    """Of telemetry, sessions and results."""
     words = ('{"session_id":"a","events":[{"message":"' + "é, no?" * 8_000 + '"}]}').encode()
     nested = json.dumps({"user_metadata": {"a": [[{"b": 1}] for _ in range(8_000)]}}).encode()
     acknowledged = {"sampling_session_id": "s", "type": "sampling_session"}
     poll = {"target": acknowledged, "retrieved_request_ids": [f"{number:032x}" for number in range(8_000)]}
-    image = base64.b64encode(photo(64, 64) + bytes(8 * MIB))
-    chunk = b'{"chunks":[{"type":"image","format":"png","data":"' + image + b'"}]}'
-    ids = b'{"chunks":[{"tokens":' + ones(2 * MIB - 100) + b"}]}"
-    old = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"loss_fn": "cross_entropy", "data": "DATA"}}
-    target = {"shape": [2**18], "dtype": "float32", "data": "ONES"}
-    old_datum = json.dumps([{"model_input": {"chunks": []}, "loss_fn_inputs": {"t": target}}]).encode()
-    old_body = json.dumps(old).encode().replace(b'"DATA"', old_datum.replace(b'"ONES"', ones(MIB // 2 - 2)))
-    refused = {"model_id": "m", "seq_id": 1, "forward_backward_input": 1, "more": "ONES"}
-    large = [datum(4000) for _ in range(256)]
-    images = pb.Datum(
-        model_input=[pb.Chunk(image=pb.ImageChunk(data=photo(64, 64) + bytes(3 * MIB), format="png"))] * 63
-    )
     deep = b"[" * 60 + b"]" * 60 + b","
-    lists = b'{"prompt":[' + b"[[[[[[1]]]]]]," * 900_000 + b"1]}"
     return {
         "24 MiB without a key": ("telemetry", JSON, b'{"events":' + ones(24 * MIB) + b"}", "X-Key: none"),
         "96 MiB of telemetry": ("telemetry", JSON, b'{"events":' + ones(96 * MIB) + b"}", ""),
         "telemetry of 80 kB of text": ("telemetry", JSON, words, ""),
         "metadata of 8,000 lists": ("create_session", JSON, nested, ""),
         "metadata of 8,000 lists 60 deep": ("create_session", JSON, b'{"a":[' + deep * 8000 + b"1]}", ""),
+        "8,000 acknowledgements": ("retrieve_futures", JSON, json.dumps(poll).encode(), ""),
+    }
+
+
+def chats() -> Bodies:
+    """Of the chat endpoints."""
+    lists = b'{"prompt":[' + b"[[[[[[1]]]]]]," * 900_000 + b"1]}"
+    return {
         "a chat of 5 million lists": (f"{CHAT}/completions", JSON, lists, ""),
         "a chat that is called protobuf": (f"{CHAT}/completions", PROTOBUF, b'{"prompt":' + ones(24 * MIB) + b"}", ""),
         "a chat of 60,000 values": (f"{CHAT}/chat/completions", JSON, b'{"tools":[{"a":' + ones(120_000) + b"}]}", ""),
@@ -131,9 +130,15 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
             named(text={"format": {"type": "text", "a": "ONES"}}).replace(b'"ONES"', ones(1_800_000)),
             "",
         ),
-        "a model_id of 60 MiB": ("forward_backward", PROTOBUF, batch(model_id="é" * (30 * MIB)), ""),
-        "a loss of 60 MiB": ("forward_backward", PROTOBUF, batch(loss_fn="é" * (30 * MIB)), ""),
-        "a tensor's name of 60 MiB": ("forward_backward", PROTOBUF, batch(named_tensor()), ""),
+    }
+
+
+def samples() -> Bodies:
+    """Of samples."""
+    image = base64.b64encode(photo(64, 64) + bytes(8 * MIB))
+    chunk = b'{"chunks":[{"type":"image","format":"png","data":"' + image + b'"}]}'
+    ids = b'{"chunks":[{"tokens":' + ones(2 * MIB - 100) + b"}]}"
+    return {
         "a sampling session of a name of 100 MiB": (
             "asample",
             JSON,
@@ -146,12 +151,29 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
             sample(b'{"chunks":[{"tokens":[1]}]}', **{"x" * (100 * MIB): 1}),
             "",
         ),
-        "8,000 acknowledgements": ("retrieve_futures", JSON, json.dumps(poll).encode(), ""),
         "0.8 MiB of wrong chunks": ("asample", JSON, sample(b'{"chunks":' + ones(8 * MIB // 10) + b"}"), ""),
         "a prompt of a million tokens": ("asample", JSON, sample(ids), ""),
         "60 MiB of tokens": ("asample", JSON, sample(b'{"chunks":[{"tokens":' + ones(60 * MIB) + b"}]}"), ""),
         "an image of 8 MiB in base64": ("asample", JSON, sample(chunk), ""),
         "100,000 samples": ("asample", JSON, sample(b'{"chunks":[{"tokens":[1]}]}', num_samples=100_000), ""),
+    }
+
+
+def batches() -> Bodies:
+    """Of forward_backward."""
+    old = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"loss_fn": "cross_entropy", "data": "DATA"}}
+    target = {"shape": [2**18], "dtype": "float32", "data": "ONES"}
+    old_datum = json.dumps([{"model_input": {"chunks": []}, "loss_fn_inputs": {"t": target}}]).encode()
+    old_body = json.dumps(old).encode().replace(b'"DATA"', old_datum.replace(b'"ONES"', ones(MIB // 2 - 2)))
+    refused = {"model_id": "m", "seq_id": 1, "forward_backward_input": 1, "more": "ONES"}
+    large = [datum(4000) for _ in range(256)]
+    images = pb.Datum(
+        model_input=[pb.Chunk(image=pb.ImageChunk(data=photo(64, 64) + bytes(3 * MIB), format="png"))] * 63
+    )
+    return {
+        "a model_id of 60 MiB": ("forward_backward", PROTOBUF, batch(model_id="é" * (30 * MIB)), ""),
+        "a loss of 60 MiB": ("forward_backward", PROTOBUF, batch(loss_fn="é" * (30 * MIB)), ""),
+        "a tensor's name of 60 MiB": ("forward_backward", PROTOBUF, batch(named_tensor()), ""),
         "a batch in JSON": ("forward_backward", JSON, old_body, ""),
         "a refused batch in JSON": (
             "forward_backward",
@@ -176,7 +198,7 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
     }
 
 
-BODIES = bodies()
+BODIES = small_requests() | chats() | samples() | batches()
 
 
 def post(server: Running, path: str, content_type: str, body: bytes, header: str) -> int:
