@@ -243,10 +243,8 @@ def agreed(action: Callable[[], T], world: World) -> T:
         try:
             raise error
         finally:
-            del (
-                error,
-                errors,
-            )  # or error, traceback and this frame hold each other, and all that the callers' frames have
+            # Or error, traceback and this frame keep each other alive, and all that callers' frames have.
+            del error, errors
     return values[""]
 
 

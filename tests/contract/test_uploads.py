@@ -240,9 +240,8 @@ def test_a_file_that_comes_while_an_upload_is_finished_does_not_replace_a_checke
         head = f"PUT {link.raw_path.decode()} HTTP/1.1\r\nhost: {link.host}\r\ncontent-length: {len(body)}\r\n\r\n"
         late.sendall(head.encode() + body[:-1])  # it has begun before the upload is finished
         load = server.backend.tiny.trainer.load_state
-        until(
-            lambda: len(list((server.settings.data_dir / "uploads" / begun["upload_id"]).iterdir())) > len(CONTENT) + 1
-        )
+        folder = server.settings.data_dir / "uploads" / begun["upload_id"]
+        wait_until(lambda: len(list(folder.iterdir())) > len(CONTENT) + 1)
 
         async def noted(model_id: str, directory: Path, **more: Any) -> None:
             seen.append((directory / "adapter_model.safetensors").read_bytes())
