@@ -1,5 +1,5 @@
 """Decode PNG and JPEG files to pixels. The files are users' own: every error names its file, and the time that
-reading one may take is bounded before it is read."""
+reading one may take is bounded before Pillow reads it."""
 
 import io
 import re
@@ -27,13 +27,32 @@ _ON_THEIR_SIDE = (
     Image.Transpose.ROTATE_90,
 )
 _MAX_PARTS = 5000
-"""Most segments of a JPEG and chunks before a PNG's pixels: each costs Pillow microseconds; cameras write some 100."""
+"""Most segments of a JPEG, and chunks of a PNG with no or few pixels: each costs Pillow microseconds; cameras write
+some 100."""
+_FEW_PIXELS_BYTES = 1024
+"""Writers of PNGs split the pixels into chunks of 4 KiB or more."""
+_MAX_COMPRESSED = 16
+"""Most chunks of a PNG that may be compressed, beside pixels: Pillow inflates a kilobyte of each to a megabyte, in a
+millisecond. Editors write one profile and a few texts."""
+_COMPRESSED = frozenset({b"iCCP", b"zTXt", b"iTXt"})
+_MAX_EXIF_BYTES = 1 << 18
+"""Pillow reads so many bytes of entries in 0.1 s, and joins a JPEG's segments at the square of their number. Cameras
+write one segment, of 64 kB at most."""
 _MAX_FULL_SCANS = 100
 """Most scans of a progressive JPEG of the largest size; smaller ones may have more. Each goes over all pixels. Ten are
 usual, and fifty bytes make one."""
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xff])")
 """Begins with one fixed byte: the search then runs at 3 GB/s, else at a twentieth of that."""
-_FILL, _STANDALONE = 0xFF, (0x01, 0xD8)
+_FILL, _APP1, _STANDALONE = 0xFF, 0xE1, (0x01, 0xD8)
+_PNG, _PIXELS = b"\x89PNG\r\n\x1a\n", (b"IDAT", b"fdAT")
+_PNG_HEADER = re.compile(
+    re.escape(_PNG)
+    + rb"\x00\x00\x00\x0dIHDR.{8}"
+    + rb"(?:[\x01\x02\x04\x08\x10]\x00|[\x08\x10][\x02\x04\x06]|[\x01\x02\x04\x08]\x03)",
+    re.DOTALL,
+)
+"""A header with a depth and a colour type that exist. After another one Pillow takes pixels for a note, and can be made
+to find chunks where others find none."""
 
 
 class BadImage(ValueError):
@@ -42,7 +61,8 @@ class BadImage(ValueError):
 
 def open_image(data: bytes, max_pixels: int) -> Image.Image:
     """Open an image; only its header is read so far. Raises BadImage."""
-    _check_parts(data)
+    if data.startswith(_PNG):
+        _check_chunks(data)
     scans = _num_scans(data) if data.startswith(b"\xff\xd8") else 1
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
@@ -57,6 +77,7 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
         )
     if image.mode in _DEEP_MODES:
         raise BadImage("the image has more than 8 bits a channel; convert it to 8 bits")
+    _check_exif(max(len(image.info.get("exif", b"")), len(image.info.get("Raw profile type exif", "")) // 2))
     return image
 
 
@@ -91,19 +112,32 @@ def _transpose(image: Image.Image) -> Image.Transpose | None:
     return _TRANSPOSES.get(orientation) if isinstance(orientation, int) else None
 
 
-def _check_parts(data: bytes) -> None:
-    """Refuse a PNG of so many small chunks that Pillow would be busy with its header for seconds."""
-    at, parts = 8, 0
-    while data.startswith(b"\x89PNG") and at + 8 <= len(data) and data[at + 4 : at + 8] != b"IDAT":
-        at += 12 + int.from_bytes(data[at : at + 4])
-        parts += 1
+def _check_chunks(data: bytes) -> None:
+    """Refuse a PNG of chunks with which Pillow would be busy for seconds. It reads those behind the pixels too."""
+    if _PNG_HEADER.match(data) is None:
+        raise BadImage(f"the {len(data)} bytes are no readable PNG or JPEG image")
+    at, parts, compressed = len(_PNG), 0, 0
+    while at + 8 <= len(data) and (kind := data[at + 4 : at + 8]) != b"IEND":
+        length = int.from_bytes(data[at : at + 4])
+        at += 12 + length
+        parts += kind not in _PIXELS or length < _FEW_PIXELS_BYTES
+        compressed += kind in _COMPRESSED
         if parts > _MAX_PARTS:
-            raise BadImage(f"the PNG has more than {_MAX_PARTS} chunks before its pixels")
+            raise BadImage(
+                f"the PNG has more than {_MAX_PARTS} chunks that hold less than {_FEW_PIXELS_BYTES} bytes of pixels"
+            )
+        if compressed > _MAX_COMPRESSED:
+            raise BadImage(f"the PNG has more than {_MAX_COMPRESSED} chunks iCCP, zTXt and iTXt in all")
+
+
+def _check_exif(num_bytes: int) -> None:
+    if num_bytes > _MAX_EXIF_BYTES:
+        raise BadImage(f"the image has more than {_MAX_EXIF_BYTES} bytes of EXIF")
 
 
 def _num_scans(data: bytes) -> int:
     """Count the scans of a JPEG; markers are read as a decoder reads them (ITU-T T.81, annex B)."""
-    at, parts, scans = 2, 0, 0
+    at, parts, scans, exif_bytes = 2, 0, 0, 0
     while found := _JPEG_MARKER.search(data, at):
         marker, at = found[1][0], found.end()
         if marker == 0xD9:
@@ -112,7 +146,11 @@ def _num_scans(data: bytes) -> int:
         if marker == _FILL:
             at -= 1  # the byte after a marker's first may begin another
         elif marker not in _STANDALONE:
-            at += int.from_bytes(data[at : at + 2])
+            length = int.from_bytes(data[at : at + 2])
+            if marker == _APP1 and data.startswith(b"Exif\0\0", at + 2):
+                exif_bytes += length
+                _check_exif(exif_bytes)
+            at += length
         scans += marker == 0xDA
         if parts - scans > _MAX_PARTS:
             raise BadImage(f"the JPEG has more than {_MAX_PARTS} segments")

@@ -152,6 +152,91 @@ def test_a_header_of_a_million_parts_is_refused_before_it_is_read(make) -> None:
     assert time.monotonic() - began < 0.5
 
 
+MEGABYTE = zlib.compress(bytes(2**20 - 100), 9)
+
+
+def between(chunks: bytes, *, behind: bool = False) -> bytes:
+    """A small PNG with more chunks, before or behind its pixels."""
+    whole = photo(64, 64)
+    at = len(whole) - 12 if behind else 33
+    return whole[:at] + chunks + whole[at:]
+
+
+def jpeg_with(marker: int, content: bytes, count: int) -> bytes:
+    whole = photo(64, 64, format="jpeg")
+    return whole[:2] + (b"\xff" + struct.pack(">BH", marker, len(content) + 2) + content) * count + whole[2:]
+
+
+def entries(count: int) -> bytes:
+    """EXIF of as many entries, all of which are larger than the file."""
+    found = b"".join(struct.pack(">HHLL", number, 1, 10**6, 8) for number in range(1, count + 1))
+    return b"MM\0*\0\0\0\x08" + struct.pack(">H", count) + found + bytes(4)
+
+
+def profiles_where_no_depth_is_known() -> bytes:
+    """A PNG whose header has no known depth: Pillow then reads the first frame's pixels as a note, four bytes too far,
+    and what it finds from there on is no chunk for other readers."""
+    profile = png_chunk(b"iCCP", b"p\0\0" + MEGABYTE)
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 64, 7, 2, 0, 0, 0))
+    control = png_chunk(b"fcTL", bytes(26))
+    for_pillow = bytes(4)  # which it reads beyond the length; then the checksum
+    hidden = for_pillow + struct.pack(">I", zlib.crc32(b"fdAT" + bytes(4))) + profile * 2000
+    frame = struct.pack(">I", 4) + b"fdAT" + struct.pack(">I", 1) + hidden
+    return b"\x89PNG\r\n\x1a\n" + header + control + frame
+
+
+BOMBS = {
+    "profiles": (between(png_chunk(b"iCCP", b"p\0\0" + MEGABYTE) * 4900), "more than 16 chunks iCCP, zTXt and iTXt"),
+    "profiles behind the pixels": (
+        between(png_chunk(b"iCCP", b"p\0\0" + MEGABYTE) * 4900, behind=True),
+        "more than 16 chunks iCCP, zTXt and iTXt",
+    ),
+    "texts": (between(png_chunk(b"zTXt", b"k\0\0" + MEGABYTE) * 60), "more than 16 chunks iCCP, zTXt and iTXt"),
+    "international texts": (
+        between(png_chunk(b"iTXt", b"k\0\1\0\0\0" + MEGABYTE) * 60, behind=True),
+        "more than 16 chunks iCCP, zTXt and iTXt",
+    ),
+    "profiles that only Pillow sees": (profiles_where_no_depth_is_known(), "no readable PNG"),
+    "chunks behind the pixels": (between(png_chunk(b"abCd", b"") * 400_000, behind=True), "more than 5000 chunks"),
+    "empty pixels": (between(png_chunk(b"IDAT", b"") * 400_000), "more than 5000 chunks"),
+    "entries of a PNG": (between(png_chunk(b"eXIf", entries(65_535))), "more than 262144 bytes of EXIF"),
+    "EXIF of a JPEG in pieces": (jpeg_with(0xE1, b"Exif\0\0" + bytes(1000), 4900), "more than 262144 bytes of EXIF"),
+}
+
+
+@pytest.mark.flaky(reruns=1)  # holds a limit of processor time
+@pytest.mark.filterwarnings("ignore:Tag data larger than file")
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_file_that_would_take_long_to_read_is_refused_before_it_is_read(renderer: Renderer, name: str) -> None:
+    data, reason = BOMBS[name]
+    began = time.process_time()
+    with pytest.raises(InvalidInput, match=f"datum 3, chunk 1: .*{reason}"):
+        renderer.render(prompt(text(1), ImageChunk(data=data, format="png")), "datum 3")
+    assert time.process_time() - began < 0.1
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_profile_and_some_texts_leave_the_pixels_as_they_are(behind: bool) -> None:
+    texts = b"".join(png_chunk(b"zTXt", b"k%d\0\0" % number + zlib.compress(b"a text")) for number in range(10))
+    more = b"".join(png_chunk(b"tEXt", b"k%d\0a text" % number) for number in range(100))
+    notes = png_chunk(b"iCCP", b"p\0\0" + MEGABYTE) + texts + more + png_chunk(b"iTXt", b"k\0\1\0\0\0" + MEGABYTE)
+    found = decode(between(notes, behind=behind), MANY)
+    assert np.array_equal(np.asarray(found), np.asarray(Image.open(io.BytesIO(photo(64, 64)))))
+
+
+def test_a_png_may_have_its_pixels_in_many_pieces() -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), np.uint8)
+    whole = saved(Image.fromarray(picture), "PNG", compress_level=0)
+    pixels, at = b"", 33
+    while whole[at + 4 : at + 8] != b"IEND":
+        length = int.from_bytes(whole[at : at + 4])
+        pixels += whole[at + 8 : at + 8 + length]
+        at += 12 + length
+    pieces = b"".join(png_chunk(b"IDAT", pixels[at : at + 1024]) for at in range(0, len(pixels), 1024))
+    assert len(pixels) > 6000 * 1024
+    assert np.array_equal(np.asarray(decode(whole[:33] + pieces + whole[-12:], MANY)), picture)
+
+
 def test_ordinary_metadata_is_no_flood() -> None:
     profile = np.random.default_rng(0).bytes(3_000_000)
     assert decode(saved(Image.new("RGB", (64, 64)), "JPEG", icc_profile=profile), MANY).size == (64, 64)
