@@ -3,7 +3,8 @@
 import asyncio
 import os
 import stat
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,6 +26,20 @@ class ImageAddresses:
     hosts: Sequence[str]
     """Host names, with the port if an address has one."""
     directories: Sequence[Path]
+    max_bytes: int
+    """Bytes of all images that one request names; one that is named twice counts twice."""
+
+    async def read_all(self, addresses: Iterable[str], where: str) -> dict[str, bytes]:
+        """Read the images that a request names, each address once. Raises BadRequest as `read` does, and for too many
+        bytes in all; `where` says what of the request names them.
+        """
+        files: dict[str, bytes] = {}
+        named = Counter(addresses)
+        for address in named:
+            files[address] = await self.read(address)
+            if sum(len(data) * named[one] for one, data in files.items()) > self.max_bytes:
+                raise BadRequest(f"the images that {where} name have more than {self.max_bytes} bytes in all")
+        return files
 
     async def read(self, address: str) -> bytes:
         """Read a file of at most MAX_BYTES. Raises BadRequest if it is not allowed, or cannot be read."""

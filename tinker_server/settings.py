@@ -78,7 +78,8 @@ class Settings(BaseSettings):
 
     def image_addresses(self) -> ImageAddresses:
         """Return the hosts and directories that images may be read from."""
-        return ImageAddresses([host.lower() for host in self.image_hosts], self.image_directories)
+        hosts = [host.lower() for host in self.image_hosts]
+        return ImageAddresses(hosts, self.image_directories, self.max_body_bytes)
 
     def resolved_keys_file(self) -> Path:
         """Return the keys file, or its default."""

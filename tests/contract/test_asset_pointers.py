@@ -6,10 +6,13 @@ pytest tests/contract/test_asset_pointers.py
 import base64
 import itertools
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -19,6 +22,7 @@ from backends.protocol import EncodedBatch, SamplingTask
 from backends.trainer.step.validation import decode_batch
 from tests.factories import as_text, photo
 from tests.fake_server import Running
+from tinker_server.image_addresses import ImageAddresses
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +150,63 @@ def test_a_refused_image_makes_the_gradient_incomplete_and_the_model_goes_on(ser
     adam = {"learning_rate": 1e-4}
     step = server.result(server.post("/optim_step", model_id=model_id, seq_id=2, adam_params=adam))
     assert "incomplete" in step.text
+
+
+def chat_part(address: str) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": address}}]
+
+
+def chat(server: Running, content: list[dict[str, Any]]) -> httpx.Response:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+    return server.http.post(f"{server.url}/v1/chat/completions", json=body)
+
+
+def test_an_image_that_a_chat_names_often_is_read_once_and_counts_as_often(tmp_path: Path, monkeypatch) -> None:
+    """Its data URI is one text, which the sampler gets once."""
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.png").write_bytes(photo(8, 8) + bytes(300_000))
+    running = Running(tmp_path / "data", image_directories=[tmp_path], max_body_bytes=1 << 20)
+    read: list[str] = []
+    plain = ImageAddresses.read
+
+    async def noted(addresses: ImageAddresses, address: str) -> bytes:
+        read.append(address)
+        return await plain(addresses, address)
+
+    monkeypatch.setattr(ImageAddresses, "read", noted)
+    one, two = (chat_part(f"{tmp_path}/{name}.png") for name in ("one", "two"))
+    try:
+        assert chat(running, one * 3).status_code == 200
+        assert len(read) == 1
+        [sent] = running.backend.tiny.sampler.chats
+        uris = [part["image_url"]["url"] for part in sent.body["messages"][0]["content"]]
+        assert uris[0].startswith("data:image/png;base64,") and len(set(map(id, uris))) == 1
+        for content in (one * 4, one * 2 + two * 2):
+            refused = chat(running, content)
+            error = refused.json()["error"]
+            assert refused.status_code == 400 and error["param"] == "messages"
+            assert error["message"] == "the images that messages name have more than 1048576 bytes in all"
+        chunks = [{"type": "image_asset_pointer", "location": f"{tmp_path}/one.png", "format": "png"}] * 4
+        refused = running.sample(running.sampler(), prompt={"chunks": chunks})
+        assert "image_asset_pointer chunks name have more than 1048576 bytes in all" in refused.text
+    finally:
+        running.stop()
+
+
+def test_images_that_chats_name_count_as_bytes_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(photo(8, 8) + bytes(300_000))
+    running = Running(tmp_path / "data", image_directories=[tmp_path])
+    gate, samples = running.backend.tiny.sampler.gate, running.app.state.services.admission.samples
+    try:
+        running.set_gate(gate, is_open=False)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(chat, running, chat_part(f"{tmp_path}/one.png"))
+            while not running.backend.tiny.sampler.running:
+                time.sleep(0.01)
+            assert samples.totals[1] > 300_000
+            running.set_gate(gate, is_open=True)
+            assert answer.result().status_code == 200
+        assert samples.totals == [0, 0, 0]
+    finally:
+        running.set_gate(gate, is_open=True)
+        running.stop()

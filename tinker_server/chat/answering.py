@@ -44,12 +44,13 @@ class Chats:
         counts = (owner, request.num_sequences, request.size_bytes, 0)
         self._admission.samples.enter(*counts)
         try:
-            await with_data(request.endpoint, request.body, addresses)
-            task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
-            image_bytes = await self._image_bytes(request, found.base_model)
-            with self._admission.samples.counted(owner, 0, 0, image_bytes):
-                async for part in self._parts(task, found):
-                    yield part
+            read_bytes = await with_data(request.endpoint, request.body, addresses)
+            with self._admission.samples.counted(owner, 0, read_bytes, 0):
+                task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
+                image_bytes = await self._image_bytes(request, found.base_model)
+                with self._admission.samples.counted(owner, 0, 0, image_bytes):
+                    async for part in self._parts(task, found):
+                        yield part
         finally:
             self._admission.samples.leave(*counts)
 

@@ -13,28 +13,43 @@ _SLICE = 1 << 20
 _PNG = b"\x89PNG"
 
 
-async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: ImageAddresses) -> None:
-    """Replace addresses of images by data URIs. Raises BadField for an address that is not allowed or not readable."""
+async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: ImageAddresses) -> int:
+    """Replace addresses of images by data URIs, and return the bytes of the files. Raises BadField for an address that
+    is not allowed or not readable, and for too many bytes in all."""
     if endpoint == "completions":
-        return
-    for holder, key in _sources(body.get("messages")):
-        if key != "data" and isinstance(holder[key], str) and not holder[key].startswith("data:"):
-            try:
-                data = await addresses.read(holder[key])
-            except BadRequest as error:
-                raise BadField(str(error), "messages") from None
-            kind = "image/png" if data.startswith(_PNG) else "image/jpeg"
-            holder[key] = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        return 0
+    named = [
+        (holder, key)
+        for holder, key in _sources(body.get("messages"))
+        if key != "data" and isinstance(holder[key], str) and not holder[key].startswith("data:")
+    ]
+    try:
+        data = await addresses.read_all((holder[key] for holder, key in named), "messages")
+    except BadRequest as error:
+        raise BadField(str(error), "messages") from None
+    uris = {address: _uri(one) for address, one in data.items()}
+    for holder, key in named:
+        holder[key] = uris[holder[key]]
+    return sum(map(len, data.values()))
+
+
+def _uri(data: bytes) -> str:
+    kind = "image/png" if data.startswith(_PNG) else "image/jpeg"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def files(body: dict[str, object]) -> list[bytes]:
     """Return the image files that a conversation has as base64. Invalid base64 gives an empty file, which the sampler
     refuses with the reason."""
-    found = []
+    found: list[bytes] = []
+    decoded: dict[str, bytes] = {}
+    """One file for an image that the conversation has several times."""
     for holder, key in _sources(body.get("messages")):
         text = holder[key]
         if isinstance(text, str) and (key == "data" or text.startswith("data:")):
-            found.append(_decoded(text if key == "data" else text.partition(",")[2]))
+            if text not in decoded:
+                decoded[text] = _decoded(text if key == "data" else text.partition(",")[2])
+            found.append(decoded[text])
     return found
 
 

@@ -15,10 +15,10 @@ from tinker_server.image_addresses import ImageAddresses
 R = TypeVar("R", bound=Request)
 
 
-async def with_images(request: R, addresses: ImageAddresses, max_bytes: int) -> R | None:
+async def with_images(request: R, addresses: ImageAddresses) -> R | None:
     """Return the request with each pointer replaced by its image; None if it has no pointers.
 
-    Raises BadRequest for an image that may not or cannot be read, and for more than `max_bytes` in all.
+    Raises BadRequest for an image that may not or cannot be read, and for too many bytes in all.
     """
     pointers = [chunk for one in _inputs(request) for chunk in one.chunks if isinstance(chunk, ImageAssetPointerChunk)]
     if not pointers:
@@ -28,12 +28,8 @@ async def with_images(request: R, addresses: ImageAddresses, max_bytes: int) -> 
             "image_asset_pointer chunks are not supported here: the operator names no host (setting image_hosts) and no"
             " directory (image_directories) that images are read from; send image chunks with the file's bytes"
         )
-    files: dict[str, bytes] = {}
-    for location in dict.fromkeys(pointer.location for pointer in pointers):
-        files[location] = await addresses.read(location)
-        if sum(len(files[pointer.location]) for pointer in pointers if pointer.location in files) > max_bytes:
-            raise BadRequest(f"the images that image_asset_pointer chunks name have more than {max_bytes} bytes in all")
-    return _replaced(request, files)
+    locations = [pointer.location for pointer in pointers]
+    return _replaced(request, await addresses.read_all(locations, "image_asset_pointer chunks"))
 
 
 def _inputs(request: Request) -> Sequence[ModelInput]:
