@@ -4,6 +4,7 @@ pytest tests/contract/test_ledger.py
 """
 
 import json
+import os
 import socket
 import threading
 import time
@@ -137,6 +138,48 @@ def test_bodies_beyond_an_owners_account_wait_and_another_owners_do_not(tmp_path
             assert create_session(bob) == 200 and time.monotonic() - began < 0.5
             first.close()
             assert create_session(alice) == 200
+    finally:
+        server.stop()
+
+
+def test_samples_that_take_long_to_check_hold_up_no_other_owner(tmp_path, monkeypatch):
+    """More of them than the server has threads."""
+    alice, bob = (keys.add(tmp_path / "data" / "keys", name) for name in ("alice", "bob"))
+    server = Running(tmp_path / "data", max_body_bytes=MIB)
+    base, go_on, begun_checks = server.backend.tiny, threading.Event(), []
+    plain = base.check_sample
+
+    def check(request):
+        if request.prompt.chunks[0].tokens[0] == 7:
+            begun_checks.append(request.seq_id)
+            go_on.wait(60)
+        return plain(request)
+
+    monkeypatch.setattr(base, "check_sample", check)
+    image = {"type": "image", "format": "png", "data": "AAAA"}
+
+    def sample(key: str, sampler_id: str, number: int, token: int) -> int:
+        chunks = [{"type": "encoded_text", "tokens": [token] * 1000}, image]
+        body = {"sampling_session_id": sampler_id, "seq_id": number, "prompt": {"chunks": chunks}}
+        body["sampling_params"] = {"max_tokens": 1}
+        return server.http.post("/asample", json=body, headers={"x-api-key": key}).status_code
+
+    try:
+        samplers = {}
+        for key in (alice, bob):
+            server.http.headers["x-api-key"] = key
+            samplers[key] = server.sampler()
+        num_samples = (os.cpu_count() or 1) + 6
+        with ThreadPoolExecutor(num_samples) as threads:
+            slow = [threads.submit(sample, alice, samplers[alice], number, 7) for number in range(num_samples)]
+            try:
+                while not begun_checks:
+                    time.sleep(0.01)
+                assert [sample(bob, samplers[bob], number, 1) for number in range(3)] == [200] * 3
+                assert len(begun_checks) == 1 and not any(one.done() for one in slow)
+            finally:
+                go_on.set()
+            assert [one.result() for one in slow] == [200] * num_samples
     finally:
         server.stop()
 

@@ -120,7 +120,8 @@ async def asample(
     if len(chunks) <= QUICK_CHUNKS and all(isinstance(chunk, EncodedTextChunk) for chunk in chunks):
         base.check_sample(request)
     else:
-        size = await asyncio.to_thread(base.check_sample, request)  # it also parses images
+        async with server.ledger.checking(caller):
+            size = await asyncio.to_thread(base.check_sample, request)  # it also parses images
         submission = replace(submission, image_bytes=size.pixel_bytes)
     future = await submission.accept(server.scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]

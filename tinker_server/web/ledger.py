@@ -2,8 +2,8 @@
 a large result is read from the database.
 
 A body costs its length while it is received and handled. While it is decoded it also costs its decompressed length.
-A result costs its length until its client has read it. Fair queues grant all this, and the encoding of results.
-Requests without an owner share one account.
+A result costs its length until its client has read it. Fair queues grant all this, and the threads that check samples
+and encode results. Requests without an owner share one account.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ LEAST_BYTES = 64 << 10
 """Least cost of a request with a body: its connection, its buffers, its task."""
 DECODED_AT_ONCE = 4
 """Bodies decoded at once, however small: each takes a thread."""
+CHECKS_OF_OWNER, CHECKS_OF_ALL = 1, 2
+"""Samples checked at once, each in a thread."""
 WAIT_S = 60.0
 """Seconds to wait for room; the SDK retries a refused request."""
 STALL_S, BYTES_PER_S = 60.0, 32 << 10
@@ -30,10 +32,12 @@ four times as fast."""
 
 
 class Accounts:
-    """Bytes that owners share: so many for each of them, and so many for all together."""
+    """Bytes, or checks, that owners share: so many for each of them, and so many for all together."""
 
-    def __init__(self, of_owner: int, of_all: int) -> None:
-        self.of_owner = of_owner
+    def __init__(self, of_owner: int, of_all: int, in_flight: str) -> None:
+        """`in_flight` says in a refusal what an owner has already."""
+        self._of_owner = of_owner
+        self._refusal = f"{in_flight}, for {WAIT_S:g} s; send this one later"
         self._all = FairQueue(of_all)
         self._owners: dict[str, FairQueue] = {}
         self._in_flight: Counter[str] = Counter()
@@ -49,7 +53,7 @@ class Accounts:
         Raises Busy if there is no room for a while.
         """
         size_bytes = max(size_bytes, least_bytes)
-        own = self._owners.setdefault(owner, FairQueue(self.of_owner))
+        own = self._owners.setdefault(owner, FairQueue(self._of_owner))
         self._in_flight[owner] += 1
         try:
             async with AsyncExitStack() as held:
@@ -58,9 +62,7 @@ class Accounts:
                         shrink_own = await held.enter_async_context(own.grant(owner, "", size_bytes))
                         shrink_all = await held.enter_async_context(self._all.grant(owner, "", size_bytes))
                 except TimeoutError:
-                    raise Busy(
-                        f"requests of {self.of_owner} bytes are in flight, for {WAIT_S:g} s; send this one later"
-                    ) from None
+                    raise Busy(self._refusal) from None
 
                 def shrink(num_bytes: int) -> None:
                     for shrink_one in (shrink_own, shrink_all):
@@ -77,8 +79,9 @@ class Ledger:
     """Grants the bodies and the results of all owners their part of the server's memory."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        self.bodies = Accounts(BODIES_OF_OWNER * max_body_bytes, BODIES_OF_ALL * max_body_bytes)
-        self.results = Accounts(RESULTS_OF_OWNER * max_body_bytes, RESULTS_OF_ALL * max_body_bytes)
+        self.bodies = _of_bytes(BODIES_OF_OWNER * max_body_bytes, BODIES_OF_ALL * max_body_bytes)
+        self.results = _of_bytes(RESULTS_OF_OWNER * max_body_bytes, RESULTS_OF_ALL * max_body_bytes)
+        self._checks = Accounts(CHECKS_OF_OWNER, CHECKS_OF_ALL, "another sample is being checked")
         self._max_body_bytes = max_body_bytes
         self._decoding = FairQueue(BODIES_DECODED * max_body_bytes)
         self._encoding = FairQueue()
@@ -105,7 +108,18 @@ class Ledger:
         least_bytes = BODIES_DECODED * self._max_body_bytes // DECODED_AT_ONCE
         return self._decoding.grant(owner, "", max(size_bytes, least_bytes))
 
+    def checking(self, owner: str) -> AbstractAsyncContextManager[object]:
+        """Hold the grant to check a sample, whose images take a while. One owner's checks leave a thread to others.
+
+        Raises Busy if there is none for a while.
+        """
+        return self._checks.hold(owner, 1)
+
     def encoding(self, owner: str) -> AbstractAsyncContextManager[object]:
         """Hold the grant to encode one part of a result: threads that encode together would keep the interpreter from
         the event loop."""
         return self._encoding.grant(owner, "")
+
+
+def _of_bytes(of_owner: int, of_all: int) -> Accounts:
+    return Accounts(of_owner, of_all, f"requests of {of_owner} bytes are in flight")
