@@ -5,7 +5,7 @@ pytest tests/contract/test_responses.py
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from backends.protocol import ChatTask, ChatUsage
 from tests.dashboard import Owner, with_keys
-from tinker_server.chat.responses import LABELS, WITHOUT_EFFECT
+from tinker_server.chat.responses import LABELS, WITHOUT_EFFECT, Translation
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 PAINT: Any = {"type": "function", "name": "paint", "parameters": {"type": "object"}, "strict": True}
@@ -93,6 +93,22 @@ def test_a_response_is_answered_as_a_chat(owners: tuple[Owner, Owner]) -> None:
     body = sent(alice)
     assert body["messages"] == [{"role": "user", "content": "What?"}] and body["max_completion_tokens"] == 2
     assert "metadata" not in body
+
+
+async def test_a_text_with_other_ends_of_lines_comes_through_a_stream_whole() -> None:
+    """vLLM writes them into its JSON as they are."""
+    text = "a\u2028b\u2029c\x85d\x0b\x0c\x1ce\n\nf\r\ng"
+
+    async def chat() -> AsyncGenerator[str, None]:
+        for delta in ({"content": text}, {"content": "."}):
+            choice = {"index": 0, "delta": delta, "finish_reason": None}
+            yield f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    events = [event async for event in Translation({"model": "tiny"}).events(chat())]
+    *_, ended = [json.loads(event.partition("data: ")[2]) for event in events]
+    assert ended["type"] == "response.completed"
+    assert ended["response"]["output"][0]["content"][0]["text"] == f"{text}."
 
 
 def test_events_of_a_stream_build_the_same_response(owners: tuple[Owner, Owner]) -> None:

@@ -292,7 +292,7 @@ class Translation:
 async def _chunks(parts: AsyncGenerator[str, None]) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the objects of a stream's events."""
     async for part in parts:
-        for line in part.splitlines():
+        for line in part.split("\n"):  # other ends of lines, such as U+2028, may stand in the JSON
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
 
