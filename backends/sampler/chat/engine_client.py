@@ -4,12 +4,13 @@ Each of their requests becomes sequences that wait for admission, are sampled wi
 are checked before they are sent.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import numpy as np
 from vllm.inputs import EngineInput
+from vllm.logprobs import PromptLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
@@ -89,7 +90,7 @@ class ChatEngine:
         streams = [self._sequence(rendered, sampling_params, index) for index in range(sampling_params.n)]
         try:
             async with aclosing(merge_async_iterators(*streams)) as merged:
-                async for index, output in merged:
+                async for index, output in _with_prompt_logprobs(merged, sampling_params):
                     self._count(output, index, num_tokens)
                     record.add(index, output.outputs[0])
                     output.outputs[0].index = index
@@ -135,6 +136,31 @@ class ChatEngine:
         if index == 0 and output.finished:
             cached += min(output.num_cached_tokens or 0, num_tokens)
         self.usage = replace(self.usage, sampled=sampled, cached=cached)
+
+
+async def _with_prompt_logprobs(
+    outputs: AsyncIterator[tuple[int, RequestOutput]], params: SamplingParams
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Yield the outputs of a prompt's sequences, each sequence's first with the prompt's log probabilities.
+
+    Sequence 0 alone computes them, so the others' outputs wait for its first.
+    """
+    found: PromptLogprobs | None = None
+    held: list[tuple[int, RequestOutput]] = []
+    begun: set[int] = set()
+    async for index, output in outputs:
+        if index == 0:
+            found = found or output.prompt_logprobs
+        if params.prompt_logprobs is not None and found is None:
+            held.append((index, output))
+            continue
+        for one in (*held, (index, output)):
+            if one[0] not in begun:
+                begun.add(one[0])
+                one[1].prompt_logprobs = found
+            yield one
+        held.clear()
+    assert not held, "the engine returned no log probabilities of the prompt"
 
 
 def _sort_likeliest(output: RequestOutput) -> None:

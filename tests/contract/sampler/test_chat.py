@@ -177,6 +177,27 @@ async def test_completions_continue_tokens_and_echo_scores_the_prompt(sampler):
         assert_close(got, np.concatenate([present(by_task.prompt_logprobs)[1:], by_task.sequences[0].logprobs]))
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])
+async def test_a_stream_of_several_choices_echoes_the_scored_prompt_in_each(sampler, max_tokens):
+    """Two prompts of two choices. Only the first choice computes the prompt's log probabilities."""
+    asked: dict[str, Any] = {"prompt": [list(range(5, 25)), list(range(5, 9))], "max_tokens": max_tokens}
+    asked |= {"n": 2, "echo": True, "logprobs": 1, "seed": 3}
+    (whole,), _ = await emitted(sampler, "completions", **asked)
+    parts, _ = await emitted(sampler, "completions", stream=True, **asked)
+    streamed: dict[int, tuple[str, list[float | None]]] = {}
+    for event in events(parts):
+        for choice in event["choices"]:
+            text, scores = streamed.get(choice["index"], ("", []))
+            more = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+            streamed[choice["index"]] = text + choice["text"], scores + more
+    for choice in json.loads(whole)["choices"]:
+        text, scores = streamed[choice["index"]]
+        expected = choice["logprobs"]["token_logprobs"]
+        assert text == choice["text"] and len(scores) == len(expected)
+        assert scores[0] is None and expected[0] is None
+        assert_close(np.array(scores[1:], np.float32), np.array(expected[1:], np.float32))
+
+
 async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler, renderer):
     place = renderer.family.vision.placeholder_id
     for cut in ({}, {"top_p": 0.99}, {"top_k": 5}, {"min_p": 0.01}, {"temperature": 0}):
