@@ -21,8 +21,8 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 """Content parts and tool calls of all messages together."""
 MAX_TOOLS = 1024
-MAX_STOPS = 1024
-"""Strings or token ids that end an answer."""
+MAX_STOPS = {"stop": 4, "stop_sequences": 4, "stop_token_ids": 1024}
+"""Texts and token ids that end an answer. The engine takes four texts."""
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 4096
 """Entries of logit_bias."""
@@ -55,8 +55,8 @@ def require_bounded(body: Mapping[str, object]) -> None:
         for pattern in _patterns(body.get(field)):
             _require_quick_pattern(pattern, field)
     _require_format(body.get("response_format"))
-    for field in ("stop", "stop_sequences", "stop_token_ids"):
-        _require_stops(body.get(field), field)
+    for field, most in MAX_STOPS.items():
+        _require_stops(body.get(field), field, most)
     _require_biases(body.get("logit_bias"))
     _require_prompt(body.get("prompt"))
     counted = (value for field, value in body.items() if field != "prompt")
@@ -106,15 +106,16 @@ def _require_format(value: object) -> None:
         raise BadField("response_format.structures is not supported; structural_tag takes a format", "response_format")
 
 
-def _require_stops(value: object, field: str) -> None:
+def _require_stops(value: object, field: str, most: int) -> None:
     stops = value if isinstance(value, list) else [] if value is None else [value]
-    if len(stops) > MAX_STOPS:
-        raise BadField(f"{field} has {len(stops)} items; {MAX_STOPS} are allowed", field)
+    kind, kinds = (int, "token ids") if field == "stop_token_ids" else (str, "texts")
+    if len(stops) > most:
+        raise BadField(f"{field} has {len(stops)} items; {most} are allowed", field)
     for one in stops:
         if isinstance(one, str) and len(one) > MAX_STOP_CHARACTERS:
             raise BadField(f"{field} has one of {len(one)} characters; {MAX_STOP_CHARACTERS} are allowed", field)
-        if not isinstance(one, str | int):
-            raise BadField(f"{field} holds {_named(one)}; it must hold strings or token ids", field)
+        if not isinstance(one, kind):
+            raise BadField(f"{field} holds {_named(one)}; it must hold {kinds}", field)
 
 
 def _require_biases(value: object) -> None:

@@ -29,7 +29,9 @@ def parsed(task: ChatTask) -> BaseModel:
     try:
         request: BaseModel = _validator(_REQUESTS[task.endpoint]).validate_python(task.body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        # Of a field that may be a text or a list, each form has an error. The form that was meant has the right type.
+        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
         location = ".".join(map(str, first["loc"]))
         raise InvalidInput(f"{location or 'the body'}: {first['msg']}") from None
     return request

@@ -44,7 +44,10 @@ def test_lists_are_bounded_and_hold_objects_where_objects_belong(endpoint, field
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"stop": ["x"] * 2000}, "stop has 2000 items; 1024 are allowed"),
+        ({"stop": ["x"] * 5}, "stop has 5 items; 4 are allowed"),
+        ({"stop": [7]}, "stop holds a number; it must hold texts"),
+        ({"stop_token_ids": [7] * 1025}, "stop_token_ids has 1025 items; 1024 are allowed"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids holds a text; it must hold token ids"),
         ({"stop": ["x" * 3000]}, "stop has one of 3000 characters; 1024 are allowed"),
         ({"stop": [[]]}, "stop holds a list"),
         ({"stop_token_ids": [{}]}, "stop_token_ids holds an object"),

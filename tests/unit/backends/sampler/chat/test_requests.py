@@ -7,6 +7,7 @@ import pytest
 
 from backends.protocol import ChatEndpoint, ChatTask, InvalidInput
 from backends.sampler.chat.requests import parsed
+from tinker_server.chat.bounds import MAX_STOPS
 
 USER = {"role": "user", "content": "hello"}
 COUNT = 20_000
@@ -40,6 +41,26 @@ def test_the_first_error_of_a_list_is_the_last_that_is_kept(name: str) -> None:
         tracemalloc.stop()
     assert str(refused.value).split(".")[0] in (*fields, "0")  # vLLM validates some fields beforehand
     assert most < 50 * COUNT
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop": ["x"] * 5}, r"stop\..*list.*: List should have at most 4 items after validation, not 5"),
+        ({"stop": 5}, "stop.str: Input should be a valid string"),
+    ],
+)
+def test_the_error_of_a_text_or_list_is_that_of_the_form_that_was_meant(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        read("chat_completions", {"messages": [USER], **fields})
+
+
+def test_the_server_allows_as_many_stops_as_the_engine() -> None:
+    fields: tuple[tuple[ChatEndpoint, str], ...] = (("chat_completions", "stop"), ("messages", "stop_sequences"))
+    for endpoint, field in fields:
+        read(endpoint, {"messages": [USER], field: ["x"] * MAX_STOPS[field]})
+        with pytest.raises(InvalidInput, match="at most"):
+            read(endpoint, {"messages": [USER], field: ["x"] * (MAX_STOPS[field] + 1)})
 
 
 def test_right_requests_are_read_as_vllm_reads_them() -> None:
