@@ -102,13 +102,17 @@ class SamplerStore:
         return sampler.sampling_session_id
 
     async def repoint(self, folder: str, directory: str) -> set[str]:
-        """Move sessions with weights in `folder` to `directory`; return the directories they left, now unreferenced."""
+        """Move sessions with weights in `folder` to `directory`, also those whose weights were deleted.
+
+        Returns the directories that they left, now unreferenced.
+        """
         row = SamplingSessionRow
         inside = row.directory.startswith(folder, autoescape=True) & (row.directory != directory)
 
         async def move(session: AsyncSession) -> set[str]:
             left = {one for one in await session.scalars(select(row.directory).where(inside)) if one is not None}
-            await session.execute(update(row).where(inside).values(directory=directory), execution_options=_PLAIN)
+            change = update(row).where(inside).values(directory=directory, weights_deleted_at=None)
+            await session.execute(change, execution_options=_PLAIN)
             await release(session, left)
             return left
 

@@ -74,6 +74,17 @@ async def test_weights_that_were_used_before_a_restart_are_kept_after_it(db: Dat
     assert await SamplerStore(db).take_unused(LIMITS, now + 1) == ["checkpoints/a/snapshot/1"]
 
 
+async def test_sessions_whose_weights_were_deleted_follow_the_next_save(db: Database) -> None:
+    session_id, store, now = await session(db), SamplerStore(db), time.time()
+    sampler_id = await store.create(sampler(session_id, 0, made_at=now - 7 * HOUR_S))
+    assert await store.take_unused(LIMITS, now) == ["checkpoints/a/snapshot/0"]
+    assert (await store.get(sampler_id)).weights_deleted_at == now
+    await store.repoint("checkpoints/a/snapshot/", "checkpoints/a/snapshot/1")
+    for reader in (store, SamplerStore(db)):  # the second has nothing in its cache
+        moved = await reader.get(sampler_id)
+        assert moved.directory == "checkpoints/a/snapshot/1" and moved.weights_deleted_at is None
+
+
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_thousands_of_unused_weights_do_not_stall_the_server(db: Database) -> None:
     session_id, number = await session(db), 10_000
