@@ -14,6 +14,7 @@ from tinker import types
 
 from tests.factories import present
 from tests.fake_server import Running, datum, forward_backward_body
+from tinker_server.web.parameters import MAX_KEY_LENGTH
 
 # The SDK leaves the connections of its first calls to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -88,6 +89,16 @@ def test_a_repeated_session_request_makes_one_session(server: Running) -> None:
     key = {"x-idempotency-key": str(uuid.uuid4())}
     first, second = (server.http.post("/create_session", json={}, headers=key).json() for _ in range(2))
     assert first == second
+
+
+def test_an_idempotency_key_is_bounded_since_a_database_indexes_it(server: Running) -> None:
+    longest, longer = ({b"x-idempotency-key": b"\xff" * length} for length in (MAX_KEY_LENGTH, MAX_KEY_LENGTH + 1))
+    first, second = (server.http.post("/create_session", json={}, headers=longest) for _ in range(2))
+    assert first.status_code == 200 and first.json() == second.json()
+    for path in ("/create_session", "/copy_weights", "/external_weights_upload_start"):
+        refused = server.http.post(path, json={}, headers=longer)
+        assert refused.status_code == 422, (path, refused.text)
+        assert "x-idempotency-key" in refused.json()["detail"] and str(MAX_KEY_LENGTH) in refused.json()["detail"]
 
 
 def test_a_repeated_submit_has_the_same_request_id_and_another_operation_is_400(server: Running) -> None:

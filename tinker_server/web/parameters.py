@@ -16,8 +16,16 @@ AccessScope = Literal["owned", "accessible"]
 SessionIdInPath = Annotated[str, Path(description="A session, which is one client.")]
 RunIdInPath = Annotated[str, Path(description="A training run, which is named like its model.")]
 ProjectInQuery = Annotated[str | None, Query(description="Only what belongs to this project.")]
+MAX_KEY_LENGTH = 512
+"""Characters of an idempotency key: PostgreSQL takes 2700 bytes in an index, and a key is stored with its owner's name.
+The SDK's has 36."""
 IdempotencyKey = Annotated[
-    str | None, Header(alias="x-idempotency-key", description="A retry has the same one, and gets the first answer.")
+    str | None,
+    Header(
+        alias="x-idempotency-key",
+        max_length=MAX_KEY_LENGTH,
+        description="A retry has the same one, and gets the first answer.",
+    ),
 ]
 
 
