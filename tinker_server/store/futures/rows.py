@@ -26,6 +26,19 @@ class First(NamedTuple):
     is_queued: bool
 
 
+class Outcome(NamedTuple):
+    """What is stored of an operation beside its body; see `tables.Future`."""
+
+    status: str
+    result: bytes | None
+    result_type: str | None
+    failure_category: str | None
+    finished_at: float | None
+    kind: str
+    lane: str
+    seq_id: int
+
+
 class FutureRows:
     """Reads and writes futures. Every method that writes is one transaction."""
 
@@ -98,10 +111,27 @@ class FutureRows:
                 for seq_id, kind, status, category in rows
             ]
 
-    async def get(self, request_id: str) -> Future | None:
-        """Return one row with its result."""
+    async def owner(self, request_id: str) -> str | None:
+        """Return who sent an operation; None for an unknown one."""
         async with self._db.read() as session:
-            return await session.get(Future, request_id)
+            return await session.scalar(select(Future.owner).where(Future.request_id == request_id))
+
+    async def outcome(self, request_id: str, owner: str) -> Outcome | None:
+        """Return how an owner's operation ended, without its body, which may be a thousand times as large."""
+        columns = (
+            Future.status,
+            Future.result,
+            Future.result_type,
+            Future.failure_category,
+            Future.finished_at,
+            Future.kind,
+            Future.lane,
+            Future.seq_id,
+        )
+        query = select(*columns).where(Future.request_id == request_id, Future.owner == owner)
+        async with self._db.read() as session:
+            row = (await session.execute(query)).one_or_none()
+        return None if row is None else Outcome(*row)
 
     async def result_bytes(self, request_id: str, owner: str) -> int:
         """Return the size of an owner's result; 0 where there is none."""

@@ -105,8 +105,7 @@ class FutureStore:
             if operation.result is not None:
                 return
             raise BadRequest(f"{request_id} is {operation.operation_kind}; only samples can be cancelled")
-        row = await self.rows.get(request_id)
-        if row is None or row.owner != owner:
+        if await self.rows.owner(request_id) != owner:
             raise _unknown(request_id)
 
     def acknowledge(self, lane: str, request_ids: list[str]) -> None:
@@ -135,8 +134,8 @@ class FutureStore:
         self._on_stored(request_id)
 
     async def _load(self, request_id: str, owner: str) -> Result | None:
-        row = await self.rows.get(request_id)
-        if row is None or row.owner != owner:
+        row = await self.rows.outcome(request_id, owner)
+        if row is None:
             raise _unknown(request_id)
         if row.status == "expired":
             raise ResultExpired(f"the result of {request_id} was fetched, or kept for its time, and is gone")

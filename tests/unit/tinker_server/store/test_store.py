@@ -1,6 +1,7 @@
 """The store on a migrated database: SQLite in a file, and the PostgreSQL that TEST_DATABASE_URL names."""
 
 import asyncio
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,31 @@ async def test_a_new_store_finds_unfinished_operations_and_results(db: Database)
     assert result is not None and result.body == b"no" and result.failed
     assert await second.wait(left.request_id, OWNER, 0.01) is None
     await second.stop()
+
+
+async def test_a_poll_reads_no_body_and_a_cancellation_no_result_either(futures: FutureStore) -> None:
+    request_id = await accept(futures, step(1))
+    futures.queue.complete(request_id, done("result"))
+    await futures.queue.flush()
+    futures._recent.keep(lambda _: False)  # as after a restart
+    read: list[str] = []
+
+    def note(_: Connection, __: object, statement: str, *___: object) -> None:
+        read.append(statement.partition("FROM")[0])
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        polled = await futures.wait(request_id, OWNER, 30)
+        of_poll = read.copy()
+        await futures.require_finished_sample(request_id, OWNER)
+        with pytest.raises(UnknownFuture):
+            await futures.require_finished_sample(request_id, "bob")
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    assert polled is not None and polled.body == b"result"
+    assert of_poll and not [one for one in read if re.search(r"futures\.request\b", one)]
+    later = read[len(of_poll) :]
+    assert later and not [one for one in later if re.search(r"futures\.result\b", one)]
 
 
 async def test_a_thousand_futures_at_once_cost_a_few_commits(futures: FutureStore) -> None:
