@@ -1,10 +1,11 @@
 """Metrics that clients report of their runs: rewards, accuracies, evaluations. The client counts the steps."""
 
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import Table, func, select, tuple_
+from sqlalchemy import Table, case, func, select, tuple_
 
 from backends.lru import LRU
 from tinker_server.errors import LimitReached
@@ -17,6 +18,9 @@ MAX_NAMES = 512
 """Different metrics of one run. The cookbook's RL recipes report some 60."""
 MAX_VALUES = 1 << 22
 """Values of one run, all metrics together: 70,000 steps of 60 metrics. They take about 400 MB of the database."""
+HUGE = 1e300
+"""So many times the values of a run, summed, are finite. Larger ones are scaled before they are summed: a database
+answers an overflow with an error or with infinity."""
 RUNS_COUNTED = 1000
 """Runs whose names and number of values are kept in memory."""
 _OF = METRICS.c
@@ -102,16 +106,21 @@ class ClientMetricStore:
         """
         first, last = bounds
         group = (_OF.step - first) // max(1, -(-(last - first + 1) // most))
+        is_huge = func.abs(_OF.value) > HUGE
+        sums = (
+            func.sum(case((is_huge, 0.0), else_=_OF.value)),
+            func.sum(case((is_huge, _OF.value / MAX_VALUES), else_=0.0)),
+        )
         query = (
-            select(_OF.name, func.max(_OF.step), func.max(_OF.at), func.avg(_OF.value))
+            select(_OF.name, func.max(_OF.step), func.max(_OF.at), func.count(), *sums)
             .where(_OF.model_id == model_id, _OF.name.in_(names), _OF.step.between(first, last))
             .group_by(_OF.name, group)
             .order_by(_OF.name, func.max(_OF.step))
         )
         found: dict[str, list[Metric]] = {name: [] for name in names}
         async with self._db.read() as session:
-            for row in await session.execute(query):
-                found[row[0]].append(Metric(*row))
+            for name, step, at, count, *of_group in await session.execute(query):
+                found[name].append(Metric(name, step, at, _mean(count, *of_group)))
         return found
 
     async def pages(self, model_id: str, at_once: int) -> AsyncIterator[list[Metric]]:
@@ -137,3 +146,12 @@ class ClientMetricStore:
         if num_deleted:
             self._counted.clear()
         return num_deleted
+
+
+def _mean(count: int, total: float, scaled: float) -> float:
+    """Return the mean of values by their number, their sum without the huge ones, and the sum of the scaled huge ones.
+
+    Rounding may lift the mean of the largest numbers just beyond what a float holds.
+    """
+    mean = total / count + scaled / count * MAX_VALUES
+    return max(-sys.float_info.max, min(mean, sys.float_info.max))

@@ -1,5 +1,9 @@
 """Metrics of clients are replaced by step, averaged in groups, bounded in number, and deleted when they are old."""
 
+import math
+import sys
+from fractions import Fraction
+
 import pytest
 
 from tinker_server.errors import LimitReached
@@ -68,3 +72,31 @@ async def test_a_run_has_a_bounded_number_of_values_and_a_replaced_one_counts_on
     assert await store.names("m") == ["a"]
     await store.put("m", 2, {"a": 1.0, "c": 1.0}, at=2)
     assert await store.names("m") == ["a", "c"]
+
+
+LARGEST = sys.float_info.max
+"""Its mean with itself, and with anything else, is a float; its sum is none."""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.7e308, 1.7e308],
+        [1e200, 2e200],
+        [LARGEST] * 7,
+        [-LARGEST] * 7,
+        [LARGEST, -LARGEST, 3.0],
+        [5e-324, 5e-324],
+        [LARGEST, 5e-324],
+        [0.1, 0.25, 1e300],
+    ],
+)
+async def test_a_mean_of_the_largest_and_least_numbers_is_right(db: Database, values: list[float]) -> None:
+    store = ClientMetricStore(db)
+    for step, value in enumerate(values):
+        await store.put("m", step, {"a": value}, at=1.0)
+    (point,) = (await store.points("m", ["a"], (0, len(values) - 1), 1))["a"]
+    expected = sum(map(Fraction, values), Fraction()) / len(values)
+    assert math.isfinite(point.value) and abs(Fraction(point.value) - expected) <= abs(expected) * Fraction(1, 10**12)
+    whole = (await store.points("m", ["a"], (0, len(values) - 1), 100))["a"]
+    assert [one.value for one in whole] == values
