@@ -15,7 +15,7 @@ from api_schemas.weights import Kind
 from tinker_server.errors import UnknownModel
 from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.records import Checkpoint, Session, TrainingRun, record
-from tinker_server.store.run_search import NOTED, RunSearch, has_words
+from tinker_server.store.run_search import NOTED, RunSearch, has_words, words_of
 from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow, SessionRow, StepRow, TrainingRunRow
 
 ACTIVE_S = 60.0
@@ -142,7 +142,7 @@ class Catalog:
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
         noted = sum((_length(column) for column in NOTED), start=literal(0))
         sizes = newest.with_only_columns(TrainingRunRow.model_id, noted).limit(page.limit).offset(page.offset)
-        async with self._db.read() as session:
+        async with self._db.read_of(page.scope.owner) as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
             sized = await _sizes(session, sizes)
             last = _last_checkpoints(list(sized), page.scope, now)
@@ -154,7 +154,7 @@ class Catalog:
     async def run(self, run_id: str, scope: Scope, now: float) -> RunRecord:
         """Return one run. Raises UnknownModel."""
         query = select(TrainingRunRow).where(TrainingRunRow.model_id == run_id, _shown_run(scope, now))
-        async with self._db.read() as session:
+        async with self._db.read_of(scope.owner) as session:
             row = await session.scalar(query)
         if row is None:
             raise UnknownModel(f"no training run has the id {run_id!r}")
@@ -170,7 +170,7 @@ class Catalog:
         )
         newest = _last_checkpoints(ids, scope, now)
         checkpoints = select(CheckpointRow).join(newest, CheckpointRow.tinker_path == newest.c.tinker_path)
-        async with self._db.read() as session:
+        async with self._db.read_of(scope.owner) as session:
             asked_at = {lane: at for lane, at in await session.execute(requests)}
             rows = await session.scalars(checkpoints.where(newest.c.rank == 1))
             last = {(row.run_id, row.kind): record(Checkpoint, row) for row in rows}
@@ -199,7 +199,7 @@ class Catalog:
         newest = query.order_by(CheckpointRow.created_at.desc(), CheckpointRow.tinker_path)
         path, noted = CheckpointRow.tinker_path, _length(CheckpointRow.user_metadata)
         sizes = newest.with_only_columns(path, noted).limit(page.limit).offset(page.offset)
-        async with self._db.read() as session:
+        async with self._db.read_of(page.scope.owner) as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
             rows = (await session.scalars(newest.where(path.in_(_first(await _sizes(session, sizes)))))).all()
         return [record(Checkpoint, row) for row in rows], total or 0
@@ -210,7 +210,7 @@ class Catalog:
         query = mine.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc())
         if page.project_id is not None:
             query = query.where(in_project([page.project_id]))
-        async with self._db.read() as session:
+        async with self._db.read_of(page.scope.owner) as session:
             return list(await session.scalars(query.limit(page.limit).offset(page.offset)))
 
     async def of_session(self, session_id: str) -> tuple[list[str], list[str]]:
@@ -235,7 +235,7 @@ class Catalog:
         newest = query.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc())
         noted = _length(SessionRow.user_metadata) + _length(SessionRow.display_name) + _length(SessionRow.finish_detail)
         sizes = newest.with_only_columns(SessionRow.session_id, noted).limit(request.limit + 1)
-        async with self._db.read() as session:
+        async with self._db.read_of(owner) as session:
             sized = await _sizes(session, sizes)
             shown = _first(sized)[: request.limit]
             rows = (await session.scalars(newest.where(SessionRow.session_id.in_(shown)))).all()
@@ -263,7 +263,7 @@ class Catalog:
         if project_id is not None:
             query = query.where(in_project([project_id]))
         counts, sizes = Counter[str](), Counter[str]()
-        async with self._db.read() as session:
+        async with self._db.read_of(owner) as session:
             for name, count, size in await session.execute(query):
                 counts[name or DEFAULT_PROJECT] += count
                 sizes[name or DEFAULT_PROJECT] += int(size)
@@ -375,8 +375,9 @@ def _conditions(request: SearchSessionsRequest, now: float) -> list[ColumnElemen
         either.append(SessionRow.session_id == request.session_id)
     if request.display_name is not None:
         name = func.lower(SessionRow.display_name)
-        words = [name.contains(word, autoescape=True) for word in request.display_name.lower().split()]
-        either.append(and_(SessionRow.display_name.is_not(None), *words))
+        words = words_of("display_name", request.display_name.lower())
+        has_all = [name.contains(word, autoescape=True) for word in words]
+        either.append(and_(SessionRow.display_name.is_not(None), *has_all))
     if either:
         conditions.append(or_(*either))
     if request.project_ids is not None:

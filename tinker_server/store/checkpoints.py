@@ -67,7 +67,7 @@ class CheckpointStore:
             same_time = and_(CheckpointRow.created_at == last_at, CheckpointRow.tinker_path > path)
             query = query.where(or_(CheckpointRow.created_at < last_at, same_time))
         newest = query.order_by(CheckpointRow.created_at.desc(), CheckpointRow.tinker_path)
-        async with self._db.read() as session:
+        async with self._db.read_of(caller) as session:
             return [record(Checkpoint, row) for row in await session.scalars(newest.limit(request.limit + 1))]
 
     async def put(self, checkpoint: Checkpoint) -> None:

@@ -32,6 +32,7 @@ from tinker_server.errors import BadRequest, DatabaseUnavailable, DiskFull, Star
 from tinker_server.store.lease import Lease, sole_use
 from tinker_server.store.outage import Outage
 from tinker_server.store.postgresql import CONNECT_S, Connections
+from tinker_server.store.read_shares import ReadShares
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_connection
@@ -95,6 +96,7 @@ class Database:
         self._write_lock = asyncio.Lock()
         self._rolling_back: set[asyncio.Task[None]] = set()
         self._lease: Lease | None = None
+        self._shares = ReadShares()
         self._reads, self._writes = Outage("reads"), Outage("writes")
 
     @asynccontextmanager
@@ -103,6 +105,15 @@ class Database:
         with self._outages(self._reads):
             async with self._read() as session:
                 yield session
+
+    @asynccontextmanager
+    async def read_of(self, owner: str) -> AsyncIterator[AsyncSession]:
+        """Open a session like `read`, for an owner's reads that may take seconds: others wait in turn meanwhile.
+
+        Raises Busy, DatabaseUnavailable.
+        """
+        async with self._shares.hold(owner), self.read() as session:
+            yield session
 
     def write(self) -> AbstractAsyncContextManager[AsyncSession]:
         """Open a session whose changes are committed together when the block ends without an error.

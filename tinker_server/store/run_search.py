@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, SQLColumnExpression, Text, case, cast, func, or_
 from sqlalchemy.orm import InstrumentedAttribute
 
+from tinker_server.errors import BadRequest
 from tinker_server.store.database import can_be_searched
 from tinker_server.store.tables import SessionRow, TrainingRunRow
 
@@ -19,11 +20,13 @@ NOTED: tuple[InstrumentedAttribute[object], ...] = (
     SessionRow.tags,
 )
 """Texts of a run that its client or owner wrote."""
+MAX_WORDS = 16
+"""Different words of one search: each is looked for in every text of every entry."""
 
 
 @dataclass(frozen=True)
 class RunSearch:
-    """Words that a run has in its id, name, base model, state, tags, notes or metadata.
+    """Words (`words_of`) that a run has in its id, name, base model, state, tags, notes or metadata.
 
     A word `key=value` is looked for in the metadata of this key.
     """
@@ -33,6 +36,14 @@ class RunSearch:
     """State of a run by its status."""
     at_work: Mapping[str, Sequence[str]]
     """Ids, by their state, of runs whose state is not their status's."""
+
+
+def words_of(field: str, text: str) -> list[str]:
+    """Split what is searched for into its words, each once. Raises BadRequest, which names the field."""
+    words = list(dict.fromkeys(text.split()))
+    if len(words) > MAX_WORDS:
+        raise BadRequest(f"{field}: {len(words)} different words are searched for; {MAX_WORDS} are allowed")
+    return words
 
 
 def has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:

@@ -18,7 +18,7 @@ from tinker_server.operations.recording import is_optim_step
 from tinker_server.store.catalog import Page, RunRecord, Scope
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
-from tinker_server.store.run_search import RunSearch
+from tinker_server.store.run_search import RunSearch, words_of
 from tinker_server.store.samplers import run_of_weights
 from tinker_server.web.deps import Server, Services
 
@@ -138,7 +138,7 @@ async def _listed(
 ) -> dict[str, object]:
     asked = Page(Scope(viewer.owner), PER_PAGE, (number - 1) * PER_PAGE)
     busy = await busy_runs(server, viewer.owner)
-    found = RunSearch(search.split(), STATES, {state: sorted(run_ids) for state, run_ids in busy.items()})
+    found = RunSearch(words_of("q", search), STATES, {state: sorted(run_ids) for state, run_ids in busy.items()})
     records, total = await server.catalog.runs(asked, time.time(), found)
     last = await server.steps.recent([record.run.model_id for record in records])
     listed = [

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, Pool, event
 
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
 from api_schemas.training import Trainable
@@ -18,6 +19,7 @@ from api_schemas.weights import TinkerPath
 from backends.files import make_directory
 from tinker_server.errors import (
     BadRequest,
+    Busy,
     HeartbeatEnded,
     ModelIdTaken,
     ResultExpired,
@@ -29,13 +31,15 @@ from tinker_server.errors import (
     UnknownModel,
     UnknownSession,
 )
-from tinker_server.store.catalog import Catalog
+from tinker_server.store import read_shares
+from tinker_server.store.catalog import Catalog, Page, Scope
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures.records import Accepted, Operation, Result
 from tinker_server.store.futures.store import TOMBSTONES_KEPT_S, FutureStore
 from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
+from tinker_server.store.run_search import MAX_WORDS, words_of
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
@@ -293,6 +297,77 @@ async def test_runs_are_on_disk_after_a_restart_and_still_known(db: Database) ->
     assert (found.status, found.trainable.seed, found.trainable.train_attn) == ("suspended", 2**62, False)
     with pytest.raises(UnknownModel):
         await store.require("other", OWNER)
+
+
+async def test_a_search_looks_for_each_word_once_and_for_a_bounded_number(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(display_name="A b"), None, OWNER)
+    statements: list[str] = []
+
+    def note(_: Connection, __: object, statement: str, *___: object) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        search = SearchSessionsRequest(display_name="a " * 60 + "A " * 60 + "b")
+        records, _ = await Catalog(db).search(search, OWNER, time.time())
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    assert [one.session.session_id for one in records] == [session_id]
+    assert max(one.count("lower(sessions.display_name)") for one in statements) == 2
+    many = " ".join(map(str, range(MAX_WORDS + 1)))
+    with pytest.raises(BadRequest, match=f"display_name: {MAX_WORDS + 1} different words .* {MAX_WORDS} are allowed"):
+        await Catalog(db).search(SearchSessionsRequest(display_name=many), OWNER, time.time())
+    with pytest.raises(BadRequest, match=f"q: {MAX_WORDS + 1} different words"):
+        words_of("q", many)
+    assert words_of("q", "Key=1 key=1 Key=1") == ["Key=1", "key=1"]
+
+
+async def test_lists_and_searches_of_an_owner_leave_connections_to_others(db: Database) -> None:
+    await SessionStore(db).create(CreateSessionRequest(display_name="a"), None, OWNER)
+    out = most = 0
+
+    def taken(*_: object) -> None:
+        nonlocal out, most
+        out += 1
+        most = max(most, out)
+
+    def given_back(*_: object) -> None:
+        nonlocal out
+        out -= 1
+
+    catalog, page = Catalog(db), Page(Scope(OWNER), 10, 0)
+    event.listen(Pool, "checkout", taken)
+    event.listen(Pool, "checkin", given_back)
+    try:
+        searches = [catalog.search(SearchSessionsRequest(display_name="a"), OWNER, 1.0) for _ in range(20)]
+        lists = [catalog.sessions(page), catalog.runs(page, 1.0), catalog.checkpoints(page, ["weights"], 1.0)]
+        found = await asyncio.gather(*searches)
+        await asyncio.gather(*lists, *[catalog.storage(OWNER, None, 1.0) for _ in range(20)])
+    finally:
+        event.remove(Pool, "checkout", taken)
+        event.remove(Pool, "checkin", given_back)
+    assert all(len(records) == 1 for records, _ in found)
+    assert most == read_shares.OF_OWNER
+
+
+async def test_owners_share_the_connections_for_lists_and_wait_for_a_time(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as held:
+        for number in range(read_shares.OF_ALL - 1):
+            await held.enter_async_context(db.read_of(f"owner {number // read_shares.OF_OWNER}"))
+        first = Page(Scope("owner 0"), 10, 0)
+        waiting = asyncio.create_task(Catalog(db).sessions(first))
+        assert await Catalog(db).sessions(Page(Scope("another"), 10, 0)) == []
+        assert not waiting.done()
+        monkeypatch.setattr(read_shares, "WAIT_S", 0.01)
+        with pytest.raises(Busy, match="2 of an owner and 8 of all owners are read at once"):
+            await Catalog(db).sessions(first)
+        async with db.read_of("another"):
+            with pytest.raises(Busy):
+                await Catalog(db).sessions(Page(Scope("a third"), 10, 0))
+            await SessionStore(db).create(CreateSessionRequest(), None, "a third")
+    assert await waiting == []
 
 
 def checkpoint(directory: str, expires_at: float | None = None) -> Checkpoint:
