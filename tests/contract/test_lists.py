@@ -5,7 +5,10 @@ pytest tests/contract/test_lists.py -s    prints the longest stall of each list
 
 import asyncio
 import json
+import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,11 @@ import pytest
 from api_schemas.base import NOTED_BYTES
 from tests.fake_server import Running
 from tests.stalls import longest_stall_until
-from tinker_server.store.catalog import LIST_BYTES
+from tinker_server.store.notes import LEFT_OUT, LIST_BYTES
 
 LONGEST_STALL_S = 0.3
 NUM_SESSIONS = 150
+NUM_COPIES = 250
 LARGEST: dict[str, Any] = {f"k{number}": "" for number in range(1200)}
 """As many entries as there may be."""
 
@@ -79,17 +83,49 @@ def test_models_and_weights_note_16_kib_too(server: Running, path: str) -> None:
     assert "user_metadata" in refused.json()["detail"]
 
 
-def test_a_list_ends_where_its_notes_are_many_and_goes_on_by_its_paging(server: Running) -> None:
-    found: list[str] = []
-    while True:
-        answer = timed(server, "GET", "/training_runs", params={"limit": 1000, "offset": len(found)}).json()
-        assert answer["training_runs"] and answer["cursor"]["total_count"] == NUM_SESSIONS
-        noted = [one["user_metadata"] for one in answer["training_runs"]]
-        assert all(one == LARGEST for one in noted) and sum(len(json.dumps(one)) for one in noted) <= LIST_BYTES
-        found += [one["training_run_id"] for one in answer["training_runs"]]
-        if len(found) == NUM_SESSIONS:
-            break
-    assert len(set(found)) == NUM_SESSIONS
+def test_a_list_has_all_entries_of_a_page_and_leaves_out_the_notes_beyond_its_bytes(server: Running) -> None:
+    answer = timed(server, "GET", "/training_runs", params={"limit": 1000}).json()
+    runs = answer["training_runs"]
+    assert len(runs) == len({one["training_run_id"] for one in runs}) == NUM_SESSIONS
+    assert answer["cursor"] == {"offset": 0, "limit": 1000, "total_count": NUM_SESSIONS}
+    noted = [one["user_metadata"] for one in runs if one["user_metadata"] != LEFT_OUT]
+    assert all(one == LARGEST for one in noted) and 0 < sum(len(json.dumps(one)) for one in noted) <= LIST_BYTES
+    assert len(noted) < NUM_SESSIONS
+    whole = server.http.get(f"/training_runs/{runs[-1]['training_run_id']}").json()
+    assert runs[-1] == whole | {"user_metadata": LEFT_OUT} and whole["user_metadata"] == LARGEST
+    last = server.http.get("/training_runs", params={"limit": 100, "offset": NUM_SESSIONS - 2}).json()["training_runs"]
+    assert [one["training_run_id"] for one in last] == [one["training_run_id"] for one in runs[-2:]]
+    assert last[0]["user_metadata"] == LARGEST
+
+
+def test_the_command_line_lists_all_runs_and_checkpoints_whatever_they_note(tmp_path: Path) -> None:
+    """It takes a page with fewer entries than it asked for, after its first, as the last."""
+    running, noted = Running(tmp_path), {"config": "c" * 12_000}
+    try:
+        model_id = running.model()
+        running.result(running.post("/save_weights", model_id=model_id, seq_id=1, path="w0", user_metadata=noted))
+        with sqlite3.connect(tmp_path / "tinker-server.db") as database:
+            database.execute("UPDATE training_runs SET user_metadata = ?", (json.dumps(noted),))
+            multiply(database, "training_runs", "model_id", {"status": "lost"})
+            multiply(database, "checkpoints", "tinker_path", {}, "name")
+        for command, field in (("run", "runs"), ("checkpoint", "checkpoints")):
+            environment = os.environ | {"TINKER_BASE_URL": running.url, "TINKER_API_KEY": "tml-test"}
+            tinker = str(Path(sys.executable).with_name("tinker"))
+            asked = [tinker, "-f", "json", command, "list", "--limit", "0"]
+            listed = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=120, check=True)
+            assert len(json.loads(listed.stdout)[field]) == NUM_COPIES, command
+    finally:
+        running.stop()
+
+
+def multiply(database: sqlite3.Connection, table: str, key: str, changes: dict[str, str], *unique: str) -> None:
+    """Make NUM_COPIES rows of the table's one row, each a second older than the last."""
+    database.row_factory = sqlite3.Row
+    row = dict(database.execute(f"SELECT * FROM {table}").fetchone())
+    for number in range(1, NUM_COPIES):
+        named = {name: f"{row[name]}{number}" for name in (key, *unique)}
+        copy = row | changes | named | {"created_at": row["created_at"] - number}
+        database.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(copy))})", tuple(copy.values()))
 
 
 def test_a_search_ends_where_its_notes_are_many_and_goes_on_by_its_cursor(server: Running) -> None:

@@ -43,8 +43,9 @@ from tinker_server.errors import (
     UnknownUpload,
     UploadFailed,
 )
-from tinker_server.store.catalog import LIST_BYTES, Page
+from tinker_server.store.catalog import Page
 from tinker_server.store.checkpoints import parse_path
+from tinker_server.store.notes import LIST_BYTES
 from tinker_server.store.records import Checkpoint
 from tinker_server.store.uploads import FILES
 from tinker_server.web.deps import (

@@ -1,18 +1,17 @@
 """Lists of runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Subquery, Text, and_, case, cast, exists, func, literal, or_, select
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy import ColumnElement, Subquery, and_, case, exists, func, literal, or_, select
 
 from api_schemas.futures import FutureFailed
 from api_schemas.sessions import SearchSessionsRequest, StatusQuery
 from api_schemas.weights import Kind
 from tinker_server.errors import UnknownModel
+from tinker_server.store import notes
 from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.records import Checkpoint, Session, TrainingRun, record
 from tinker_server.store.run_search import NOTED, RunSearch, has_words, words_of
@@ -23,8 +22,6 @@ ACTIVE_S = 60.0
 OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
 LONGEST_SHOWN_ERROR = 10_000
 """Bytes of a failed result; the error in a larger one is not shown."""
-LIST_BYTES = 1 << 20
-"""Clients' metadata on one page of a list. The page ends before the entry that exceeds it, but has at least one."""
 DEFAULT_PROJECT = "default"
 """Project of sessions that were created without one."""
 
@@ -140,16 +137,17 @@ class Catalog:
         if page.project_id is not None:
             query = query.where(in_project([page.project_id]))
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
-        noted = sum((_length(column) for column in NOTED), start=literal(0))
+        noted = sum((notes.length(column) for column in NOTED), start=literal(0))
         sizes = newest.with_only_columns(TrainingRunRow.model_id, noted).limit(page.limit).offset(page.offset)
         async with self._db.read_of(page.scope.owner) as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
-            sized = await _sizes(session, sizes)
+            sized = await notes.sizes(session, sizes)
             last = _last_checkpoints(list(sized), page.scope, now)
             for run_id, size in await session.execute(select(last.c.run_id, last.c.noted).where(last.c.rank == 1)):
                 sized[run_id] += size
-            runs = (await session.scalars(newest.where(TrainingRunRow.model_id.in_(_first(sized))))).all()
-        return await self._records(runs, page.scope, now), total or 0
+            whole = notes.within(sized)
+            runs = await notes.rows(session, TrainingRunRow, sized, whole)
+        return await self._records(list(runs.values()), page.scope, now, whole), total or 0
 
     async def run(self, run_id: str, scope: Scope, now: float) -> RunRecord:
         """Return one run. Raises UnknownModel."""
@@ -158,9 +156,12 @@ class Catalog:
             row = await session.scalar(query)
         if row is None:
             raise UnknownModel(f"no training run has the id {run_id!r}")
-        return (await self._records([row], scope, now))[0]
+        return (await self._records([row], scope, now, {run_id}))[0]
 
-    async def _records(self, runs: Sequence[TrainingRunRow], scope: Scope, now: float) -> list[RunRecord]:
+    async def _records(
+        self, runs: Sequence[TrainingRunRow], scope: Scope, now: float, whole: Set[str]
+    ) -> list[RunRecord]:
+        """Return the records of runs; what is noted of their sessions and checkpoints is read only for `whole` runs."""
         # The highest number is a run's latest request, and the index on (lane, seq_id) finds it at once.
         ids = [run.model_id for run in runs]
         latest = select(Future.lane, func.max(Future.seq_id).label("seq_id")).where(Future.lane.in_(ids))
@@ -169,13 +170,16 @@ class Catalog:
             latest_of_lane, and_(Future.lane == latest_of_lane.c.lane, Future.seq_id == latest_of_lane.c.seq_id)
         )
         newest = _last_checkpoints(ids, scope, now)
-        checkpoints = select(CheckpointRow).join(newest, CheckpointRow.tinker_path == newest.c.tinker_path)
+        places = select(newest.c.tinker_path, newest.c.run_id, newest.c.kind).where(newest.c.rank == 1)
+        noted_sessions = {run.session_id for run in runs if run.model_id in whole}
         async with self._db.read_of(scope.owner) as session:
             asked_at = {lane: at for lane, at in await session.execute(requests)}
-            rows = await session.scalars(checkpoints.where(newest.c.rank == 1))
-            last = {(row.run_id, row.kind): record(Checkpoint, row) for row in rows}
-            of = select(SessionRow).where(SessionRow.session_id.in_({run.session_id for run in runs}))
-            sessions = {row.session_id: record(Session, row) for row in await session.scalars(of)}
+            of_runs = {path: (run_id, kind) for path, run_id, kind in await session.execute(places)}
+            noted_paths = {path for path, (run_id, _) in of_runs.items() if run_id in whole}
+            rows = await notes.rows(session, CheckpointRow, of_runs, noted_paths)
+            last = {of_runs[path]: record(Checkpoint, row) for path, row in rows.items()}
+            found = await notes.rows(session, SessionRow, {run.session_id for run in runs}, noted_sessions)
+            sessions = {session_id: record(Session, row) for session_id, row in found.items()}
         return [
             RunRecord(
                 record(TrainingRun, run),
@@ -197,12 +201,13 @@ class Catalog:
         if page.project_id is not None:
             query = query.join(TrainingRunRow, OF_RUN).join(SessionRow).where(in_project([page.project_id]))
         newest = query.order_by(CheckpointRow.created_at.desc(), CheckpointRow.tinker_path)
-        path, noted = CheckpointRow.tinker_path, _length(CheckpointRow.user_metadata)
+        path, noted = CheckpointRow.tinker_path, notes.length(CheckpointRow.user_metadata)
         sizes = newest.with_only_columns(path, noted).limit(page.limit).offset(page.offset)
         async with self._db.read_of(page.scope.owner) as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
-            rows = (await session.scalars(newest.where(path.in_(_first(await _sizes(session, sizes)))))).all()
-        return [record(Checkpoint, row) for row in rows], total or 0
+            sized = await notes.sizes(session, sizes)
+            rows = await notes.rows(session, CheckpointRow, sized, notes.within(sized))
+        return [record(Checkpoint, row) for row in rows.values()], total or 0
 
     async def sessions(self, page: Page) -> list[str]:
         """Return the ids of one page of sessions."""
@@ -233,11 +238,12 @@ class Catalog:
             same_time = and_(SessionRow.created_at == last_at, SessionRow.session_id < request.cursor.last_session_id)
             query = query.where(or_(SessionRow.created_at < last_at, same_time))
         newest = query.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc())
-        noted = _length(SessionRow.user_metadata) + _length(SessionRow.display_name) + _length(SessionRow.finish_detail)
+        texts = (SessionRow.user_metadata, SessionRow.display_name, SessionRow.finish_detail)
+        noted = sum((notes.length(column) for column in texts), start=literal(0))
         sizes = newest.with_only_columns(SessionRow.session_id, noted).limit(request.limit + 1)
         async with self._db.read_of(owner) as session:
-            sized = await _sizes(session, sizes)
-            shown = _first(sized)[: request.limit]
+            sized = await notes.sizes(session, sizes)
+            shown = notes.first(sized)[: request.limit]
             rows = (await session.scalars(newest.where(SessionRow.session_id.in_(shown)))).all()
             sums = (
                 select(TrainingRunRow.session_id, func.count(), func.sum(CheckpointRow.size_bytes))
@@ -305,33 +311,12 @@ class Catalog:
                 yield [OperationRecord(*row) for row in rows]
 
 
-def _length(column: InstrumentedAttribute[object]) -> ColumnElement[int]:
-    """Return the length of a text or JSON column, computed by the database."""
-    return func.coalesce(func.length(cast(column, Text)), 0)
-
-
-async def _sizes(session: AsyncSession, query: Select[str, int]) -> dict[str, int]:
-    """Return the size of the client's metadata by an entry's id, in the order of the list."""
-    return {name: size for name, size in await session.execute(query)}
-
-
-def _first(sized: Mapping[str, int]) -> list[str]:
-    """Return the first entries that have LIST_BYTES together; at least one, so that a list can be paged through."""
-    names: list[str] = []
-    left = LIST_BYTES
-    for name, size in sized.items():
-        if names and size > left:
-            break
-        names.append(name)
-        left -= size
-    return names
-
-
 def _last_checkpoints(run_ids: Sequence[str], scope: Scope, now: float) -> Subquery:
     """Return a query for checkpoints, in which `rank` is 1 for the last one of each run and kind."""
     row = CheckpointRow
     rank = func.row_number().over(partition_by=(row.run_id, row.kind), order_by=row.created_at.desc())
-    ranked = select(row.run_id, row.tinker_path, _length(row.user_metadata).label("noted"), rank.label("rank"))
+    noted = notes.length(row.user_metadata).label("noted")
+    ranked = select(row.run_id, row.kind, row.tinker_path, noted, rank.label("rank"))
     return ranked.where(row.run_id.in_(run_ids), _shown(scope, now)).subquery()
 
 

@@ -4,21 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, SQLColumnExpression, Text, case, cast, func, or_
-from sqlalchemy.orm import InstrumentedAttribute
 
 from tinker_server.errors import BadRequest
 from tinker_server.store.database import can_be_searched
+from tinker_server.store.notes import NOTES
 from tinker_server.store.tables import SessionRow, TrainingRunRow
 
-NOTED: tuple[InstrumentedAttribute[object], ...] = (
-    TrainingRunRow.user_metadata,
-    TrainingRunRow.name,
-    TrainingRunRow.notes,
-    TrainingRunRow.tags,
-    SessionRow.user_metadata,
-    SessionRow.display_name,
-    SessionRow.tags,
-)
+NOTED = (*NOTES[TrainingRunRow], *NOTES[SessionRow])
 """Texts of a run that its client or owner wrote."""
 MAX_WORDS = 16
 """Different words of one search: each is looked for in every text of every entry."""
