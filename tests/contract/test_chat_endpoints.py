@@ -277,13 +277,16 @@ def test_a_failure_before_the_first_part_has_a_status(server: Running) -> None:
 def used(server: Running) -> Counter[str]:
     """Tokens of the owner `local` by kind, whatever the hour."""
     now = time.time()
-    counted = asyncio.run_coroutine_threadsafe(
-        server.app.state.services.usage.between("local", now - 7200, now + 7200), server.loop
-    ).result(20)
-    amounts: Counter[str] = Counter()
-    for one in counted:
-        amounts[one.kind] += one.amount
-    return amounts
+    usage = server.app.state.services.usage
+
+    async def counted() -> Counter[str]:
+        amounts: Counter[str] = Counter()
+        async for page in usage.between("local", now - 7200, now + 7200):
+            for one in page:
+                amounts[one.kind] += one.amount
+        return amounts
+
+    return asyncio.run_coroutine_threadsafe(counted(), server.loop).result(20)
 
 
 def test_used_tokens_are_counted(server: Running) -> None:

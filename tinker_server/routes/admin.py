@@ -1,10 +1,14 @@
 """Routes for the audit log, usage, stored weights, traces and API keys."""
 
+import asyncio
+import json
 import time
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, date, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
+from pydantic import TypeAdapter
 
 from api_schemas.admin import (
     ApiKeyDetails,
@@ -30,25 +34,27 @@ from api_schemas.listing import from_unix
 from tinker_server.auth.key import hash_of
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, KeysReadOnly, Unauthenticated, UnknownSession
+from tinker_server.store.audit import AuditEntry
 from tinker_server.store.catalog import DEFAULT_PROJECT
-from tinker_server.store.usage import HOUR_S
+from tinker_server.store.usage import HOUR_S, SessionMetadata, UsageAmount
 from tinker_server.web.deps import (
     ApiKey,
-    Audit,
     Caller,
     CatalogDep,
     KnownKey,
     Server,
     ServerUrl,
+    Services,
     Sessions,
     SignedLinks,
-    UsageDep,
 )
 from tinker_server.web.parameters import ProjectInQuery, SessionIdInPath
 from tinker_server.web.refusals import refused
+from tinker_server.web.streaming import entries, streamed
 
 router = APIRouter()
 GIGABYTE = 10**9
+_SESSIONS = TypeAdapter(dict[str, UsageSession])
 PREFIXES: dict[EventType, tuple[str, ...]] = {
     "all": ("",),
     "checkpoints": ("checkpoint_",),
@@ -58,60 +64,89 @@ PREFIXES: dict[EventType, tuple[str, ...]] = {
 }
 
 
-@router.get("/audit", response_model_exclude_none=True)
+@router.get("/audit", response_model=AuditResponse)
 async def get_audit(
-    audit: Audit,
+    server: Server,
     caller: Caller,
     event_type: Annotated[EventType, Query(description="Kind of entries.")] = "all",
     day: Annotated[date | None, Query(description="A date; absent: today, UTC.")] = None,
-) -> AuditResponse:
+) -> Response:
     """Return the audit entries of one day, from midnight to midnight UTC; the default is today."""
     day = day or datetime.now(UTC).date()
     start = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
-    return AuditResponse(
-        entries=[
-            AuditEntryInfo(
-                timestamp=from_unix(row.at),
-                event=row.event,
-                event_details=row.details,
-                model_id=row.details.get("model_id"),
-                tinker_path=row.details.get("tinker_path"),
-            )
-            for row in await audit.of_day(caller, start, PREFIXES[event_type])
-        ]
-    )
+    pages = server.audit.of_day(caller, start, PREFIXES[event_type])
+    found = entries(pages, _audit_info, server.ledger, caller)
+    return await streamed(_whole(b'{"entries":[', found, b"]}"))
 
 
-@router.get("/billing/usage/events", response_model_exclude_none=True, responses=refused(BadRequest))
+@router.get("/billing/usage/events", response_model=UsageResponse, responses=refused(BadRequest))
 async def get_usage(
     starting_on: Annotated[datetime, Query(description="Start of the interval; UTC if it has no zone.")],
     ending_before: Annotated[datetime, Query(description="End of the interval; UTC if it has no zone.")],
-    usage: UsageDep,
+    server: Server,
     caller: Caller,
-) -> UsageResponse:
+) -> Response:
     """Return tokens and checkpoints by hour, session and base model."""
     start, end = _utc(starting_on), _utc(ending_before)
     if end <= start:
         raise BadRequest("ending_before is not after starting_on")
-    amounts = await usage.between(caller, start.timestamp(), end.timestamp())
-    events = [
-        UsageEvent(
+    return await streamed(_usage(server, caller, start.timestamp(), end.timestamp()))
+
+
+async def _whole(head: bytes, parts: AsyncIterator[bytes], tail: bytes) -> AsyncIterator[bytes]:
+    first = await anext(parts, b"")  # what fails until here is answered with its status
+    yield head + first
+    async for part in parts:
+        yield part
+    yield tail
+
+
+def _audit_info(entry: AuditEntry) -> AuditEntryInfo:
+    details = json.loads(entry.details)
+    return AuditEntryInfo(
+        timestamp=from_unix(entry.at),
+        event=entry.event,
+        event_details=details,
+        model_id=details.get("model_id"),
+        tinker_path=details.get("tinker_path"),
+    )
+
+
+async def _usage(server: Services, owner: str, start: float, end: float) -> AsyncIterator[bytes]:
+    """Yield a UsageResponse in parts."""
+    session_ids: dict[str, None] = {}
+
+    async def pages() -> AsyncIterator[Sequence[UsageAmount]]:
+        async for page in server.usage.between(owner, start, end):
+            session_ids.update(dict.fromkeys(used.session_id for used in page))
+            yield page
+
+    def event(used: UsageAmount) -> UsageEvent:
+        return UsageEvent(
             bucket_start=from_unix(used.hour),
             bucket_end=from_unix(used.hour + HOUR_S),
             base_model=used.base_model,
-            user_id=caller,
+            user_id=owner,
             session_id=used.session_id,
-            project_id=(used.session and used.session.project_id) or DEFAULT_PROJECT,
+            project_id=used.project_id or DEFAULT_PROJECT,
             event_info=_event_info(used.kind, used.amount),
         )
-        for used in amounts
-    ]
-    sessions = {
-        used.session_id: UsageSession(user_metadata=used.session.user_metadata)
-        for used in amounts
-        if used.session is not None
-    }
-    return UsageResponse(data=events, sessions=sessions)
+
+    async for part in _whole(b'{"data":[', entries(pages(), event, server.ledger, owner), b'],"sessions":{'):
+        yield part
+    comma = b""
+    async for of_sessions in server.usage.metadata(owner, list(session_ids)):
+        async with server.ledger.encoding(owner):
+            part = await asyncio.to_thread(_sessions, of_sessions)
+        yield comma + part
+        comma = b","
+    yield b"}}"
+
+
+def _sessions(page: Sequence[SessionMetadata]) -> bytes:
+    """Encode the entries of an object without its braces."""
+    shown = {name: UsageSession(user_metadata=json.loads(noted)) for name, noted in page}
+    return _SESSIONS.dump_json(shown, exclude_none=True)[1:-1]
 
 
 @router.get("/billing/usage/checkpoints/current")

@@ -2,15 +2,28 @@
 
 import time
 import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
-from sqlalchemy import select
+from sqlalchemy import Text, cast, false, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.store.database import Database
-from tinker_server.store.records import AuditEntry, record
 from tinker_server.store.tables import AuditEntryRow
 
 DAY_S = 24 * 3600
+AT_ONCE = 1000
+"""Entries of a page: the event loop takes them from the database in a few milliseconds."""
+
+
+class AuditEntry(NamedTuple):
+    """One entry of the audit log."""
+
+    entry_id: str
+    at: float
+    event: str
+    details: str
+    """In JSON."""
 
 
 class AuditStore:
@@ -29,9 +42,22 @@ class AuditStore:
 
         await self._db.change(add)
 
-    async def of_day(self, owner: str, start: float, prefixes: tuple[str, ...]) -> list[AuditEntry]:
-        """Return an owner's entries of 24 hours whose event begins with one of `prefixes`, oldest first."""
-        within = (AuditEntryRow.at >= start) & (AuditEntryRow.at < start + DAY_S)
-        query = select(AuditEntryRow).where(AuditEntryRow.owner == owner, within).order_by(AuditEntryRow.at)
-        async with self._db.read() as session:
-            return [record(AuditEntry, row) for row in await session.scalars(query) if row.event.startswith(prefixes)]
+    async def of_day(
+        self, owner: str, start: float, prefixes: tuple[str, ...], at_once: int = AT_ONCE
+    ) -> AsyncIterator[Sequence[AuditEntry]]:
+        """Yield an owner's entries of 24 hours whose event begins with one of `prefixes`, oldest first, in pages."""
+        row = AuditEntryRow
+        wanted = or_(false(), *(row.event.startswith(prefix, autoescape=True) for prefix in prefixes))
+        columns = (row.entry_id, row.at, row.event, cast(row.details, Text))
+        query = select(*columns).where(row.owner == owner, row.at < start + DAY_S, wanted)
+        query = query.order_by(row.at, row.entry_id).limit(at_once)
+        after = (start, "")
+        while True:
+            later = query.where(row.at >= after[0], tuple_(row.at, row.entry_id) > after)
+            async with self._db.read_of(owner) as session:
+                page = [AuditEntry(*found) for found in await session.execute(later)]
+            if page:
+                after = (page[-1].at, page[-1].entry_id)
+                yield page
+            if len(page) < at_once:
+                return

@@ -133,28 +133,6 @@ class Step:
     run_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditEntry:
-    """One entry of the audit log."""
-
-    owner: str
-    at: float
-    event: str
-    details: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class UsageAmount:
-    """The amount of one kind of work in an hour, with its session, if it had one."""
-
-    hour: float
-    kind: str
-    session_id: str
-    base_model: str
-    amount: int
-    session: Session | None
-
-
 def record(kind: type[R], row: tables.Table) -> R:
     """Make the record of a row, which has all attributes of the record."""
     return kind(**{field.name: getattr(row, field.name) for field in fields(kind)})  # type: ignore[arg-type]

@@ -2,20 +2,43 @@
 
 import time
 from collections import Counter
-from typing import Literal, cast
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, NamedTuple
+from typing import cast as typed
 
-from sqlalchemy import Table, func, select
+from sqlalchemy import Table, Text, cast, func, select, tuple_
 
 from tinker_server.store.database import Database
-from tinker_server.store.records import Session, UsageAmount, record
 from tinker_server.store.tables import SessionRow, UsageRow
 
-USAGE = cast(Table, UsageRow.__table__)
+USAGE = typed(Table, UsageRow.__table__)
 KEY = ("hour", "kind", "owner", "session_id", "base_model")
 HOUR_S = 3600
 NO_SESSION = ""
 """The session_id of samples outside any session."""
 UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpoint"]
+AT_ONCE = 1000
+"""Amounts of a page: the event loop takes them from the database in a few milliseconds."""
+
+
+class UsageAmount(NamedTuple):
+    """The amount of one kind of work in an hour."""
+
+    hour: float
+    kind: str
+    session_id: str
+    base_model: str
+    amount: int
+    project_id: str | None
+    """Project of the session, if there is one."""
+
+
+class SessionMetadata(NamedTuple):
+    """What the client noted of a session."""
+
+    session_id: str
+    user_metadata: str
+    """In JSON."""
 
 
 class UsageStore:
@@ -49,17 +72,43 @@ class UsageStore:
             self._unwritten += counts
             raise
 
-    async def between(self, owner: str, start: float, end: float) -> list[UsageAmount]:
-        """Return an owner's usage of hours that begin in [start, end), by hour, then the largest first."""
+    async def between(
+        self, owner: str, start: float, end: float, at_once: int = AT_ONCE
+    ) -> AsyncIterator[Sequence[UsageAmount]]:
+        """Yield an owner's usage of hours that begin in [start, end), by hour, in pages."""
         await self.save()
+        row = UsageRow
+        columns = (row.hour, row.kind, row.session_id, row.base_model, row.amount, SessionRow.project_id)
+        key = (row.hour, row.kind, row.session_id, row.base_model)  # amounts grow meanwhile, and have no fixed order
         query = (
-            select(UsageRow, SessionRow)
-            .outerjoin(SessionRow, SessionRow.session_id == UsageRow.session_id)
-            .where(UsageRow.owner == owner, UsageRow.hour >= start, UsageRow.hour < end)
-            .order_by(UsageRow.hour, UsageRow.amount.desc())
+            select(*columns)
+            .outerjoin(SessionRow, SessionRow.session_id == row.session_id)
+            .where(row.owner == owner, row.hour < end)
+            .order_by(*key)
+            .limit(at_once)
         )
-        async with self._db.read() as session:
-            return [_amount(used, of) for used, of in (await session.execute(query)).all()]
+        after: tuple[float, str, str, str] = (start, "", "", "")
+        while True:
+            later = query.where(row.hour >= after[0], tuple_(*key) > after)
+            async with self._db.read_of(owner) as session:
+                page = [UsageAmount(*found) for found in await session.execute(later)]
+            if page:
+                after = page[-1][:4]
+                yield page
+            if len(page) < at_once:
+                return
+
+    async def metadata(
+        self, owner: str, session_ids: Sequence[str], at_once: int = AT_ONCE // 10
+    ) -> AsyncIterator[Sequence[SessionMetadata]]:
+        """Yield the metadata of those of an owner's sessions that are known, in pages."""
+        for start in range(0, len(session_ids), at_once):
+            wanted = SessionRow.session_id.in_(session_ids[start : start + at_once])
+            query = select(SessionRow.session_id, cast(SessionRow.user_metadata, Text))
+            async with self._db.read_of(owner) as session:
+                page = [SessionMetadata(*found) for found in await session.execute(query.where(wanted))]
+            if page:
+                yield page
 
     async def by_owner(self, start: float) -> Counter[tuple[str, str]]:
         """Return amounts by owner and kind, of hours that begin at `start` or later."""
@@ -68,14 +117,3 @@ class UsageStore:
         async with self._db.read() as session:
             rows = await session.execute(query.group_by(UsageRow.owner, UsageRow.kind))
             return Counter({(owner, kind): int(amount) for owner, kind, amount in rows})
-
-
-def _amount(used: UsageRow, of: SessionRow | None) -> UsageAmount:
-    return UsageAmount(
-        hour=used.hour,
-        kind=used.kind,
-        session_id=used.session_id,
-        base_model=used.base_model,
-        amount=used.amount,
-        session=None if of is None else record(Session, of),
-    )

@@ -26,7 +26,7 @@ IMAGE_TOKENS = 4
 
 
 async def amounts(usage: UsageStore, owner: str) -> dict[str, int]:
-    return {one.kind: one.amount for one in await usage.between(owner, 0, time.time() + 1)}
+    return {one.kind: one.amount async for page in usage.between(owner, 0, time.time() + 1) for one in page}
 
 
 @pytest.mark.parametrize("expected_tokens", [None, IMAGE_TOKENS])
@@ -55,7 +55,7 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
     await sampling.sample(request, "alice")
     assert await amounts(usage, "alice") == {"prefill": 3 + 2 * IMAGE_TOKENS - 6, "cached_prefill": 6, "sampled": 6}
     assert await amounts(usage, "bob") == {}
-    (any_,) = {one.session_id for one in await usage.between("alice", 0, time.time() + 1)}
+    (any_,) = {one.session_id async for page in usage.between("alice", 0, time.time() + 1) for one in page}
     assert any_ == ""
 
 

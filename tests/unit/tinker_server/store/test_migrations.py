@@ -14,7 +14,6 @@ from tinker_server.store.catalog import Catalog, Page, Scope
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.runs import RunStore
-from tinker_server.store.sessions import SessionStore
 from tinker_server.store.usage import NO_SESSION, UsageStore
 
 FLAGS = list(itertools.product([True, False], repeat=3))
@@ -118,13 +117,14 @@ async def test_the_columns_of_lora_become_one_equal_value(migrated: Database) ->
 
 async def test_usage_belongs_to_the_owner_of_its_session(migrated: Database) -> None:
     usage = UsageStore(migrated)
-    amounts = await usage.between("alice", 0, 10_000)
+    (amounts,) = [page async for page in usage.between("alice", 0, 10_000)]
     assert [(one.hour, one.kind, one.amount) for one in amounts] == [(3600, "training", 5), (7200, "training", 2**40)]
-    assert amounts[0].session == await SessionStore(migrated).get("s")
-    assert amounts[0].session.user_metadata == {"größe": "fünf"}
-    assert await usage.between("bob", 0, 10_000) == []
+    assert {one.session_id for one in amounts} == {"s"}
+    (found,) = [page async for page in usage.metadata("alice", ["s", "unknown"])]
+    assert [(name, json.loads(noted)) for name, noted in found] == [("s", {"größe": "fünf"})]
+    assert [page async for page in usage.between("bob", 0, 10_000)] == []
 
 
 async def test_usage_of_samples_outside_of_any_session_is_kept(migrated: Database) -> None:
-    (drawn,) = await UsageStore(migrated).between("local", 0, 10_000)
-    assert (drawn.hour, drawn.kind, drawn.amount, drawn.session) == (3600, "sampled", 7, None)
+    ((drawn,),) = [page async for page in UsageStore(migrated).between("local", 0, 10_000)]
+    assert (drawn.hour, drawn.kind, drawn.amount, drawn.project_id) == (3600, "sampled", 7, None)

@@ -1,0 +1,43 @@
+"""Answers in JSON that are encoded and sent a part at a time, since they may have hundreds of thousands of entries."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
+
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, TypeAdapter
+
+from api_schemas.wire import JSON
+from tinker_server.web.ledger import Ledger
+
+T = TypeVar("T")
+_ENTRIES: TypeAdapter[list[BaseModel]] = TypeAdapter(list[BaseModel])
+
+
+async def streamed(parts: AsyncIterator[bytes]) -> Response:
+    """Answer the parts, one after the other. What fails before the first one is answered with its status."""
+    first = await anext(parts)
+
+    async def all_parts() -> AsyncIterator[bytes]:
+        yield first
+        async for part in parts:
+            yield part
+
+    return StreamingResponse(all_parts(), media_type=JSON)
+
+
+async def entries(
+    pages: AsyncIterator[Sequence[T]], form: Callable[[T], BaseModel], ledger: Ledger, owner: str
+) -> AsyncIterator[bytes]:
+    """Yield the entries of a JSON list without its brackets, page by page. They are made and encoded in a thread."""
+
+    def encode(page: Sequence[T]) -> bytes:
+        made = [form(one) for one in page]
+        return _ENTRIES.dump_json(made, exclude_none=True, serialize_as_any=True)[1:-1]
+
+    comma = b""
+    async for page in pages:
+        async with ledger.encoding(owner):
+            part = await asyncio.to_thread(encode, page)
+        yield comma + part
+        comma = b","
