@@ -4,6 +4,7 @@ pytest tests/contract/test_holdings.py
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from tests.fake_server import Running, forward_backward_body
 from tinker_server import app
 from tinker_server.auth import keys
+from tinker_server.operations.housekeeping import ARCHIVE_KEPT_S
 from tinker_server.store import holdings
 
 
@@ -100,3 +102,39 @@ def test_snapshots_are_never_refused_and_count(server: Running, full_disk: None)
     assert saved(server, model_id, 11).json()["category"] == "user", "eight, the snapshot, and no room for a tenth"
     step = server.http.post("/forward_backward", content=forward_backward_body(model_id, 12), headers=content)
     assert server.result(step).status_code == 200, "it is back from its snapshot"
+
+
+@pytest.fixture
+def bob(tmp_path: Path) -> dict[str, str]:
+    """Headers of another owner, whose key is there when the server starts."""
+    return {"x-api-key": keys.add(tmp_path / "keys", "bob")}
+
+
+def test_an_archive_that_another_owner_asked_for_is_held_for_an_hour(
+    bob: dict[str, str], server: Running, tmp_path: Path
+) -> None:
+    model_id = created(server, server.session(), 0)["model_id"]
+    assert saved(server, model_id, 1).status_code == 200
+    route = f"/training_runs/{model_id}/checkpoints/weights/n1"
+    assert server.http.post(f"{route}/publish").status_code == 204
+    services = server.app.state.services
+
+    def held() -> int:
+        counting = services.holdings.bytes_on_disk("alice")
+        num_bytes: int = asyncio.run_coroutine_threadsafe(counting, server.loop).result(20)
+        return num_bytes
+
+    def sweep(after_s: float) -> None:
+        sweeping = services.housekeeper.sweep_weights(time.time() + after_s)
+        asyncio.run_coroutine_threadsafe(sweeping, server.loop).result(20)
+
+    without = held()
+    link = server.http.get(f"{route}/archive", headers=bob).headers["location"]
+    assert httpx.get(link).status_code == 200 and held() > without
+    being_written = tmp_path / "archives" / ".being-written"
+    being_written.touch()
+    sweep(ARCHIVE_KEPT_S - 60)
+    assert held() > without
+    sweep(ARCHIVE_KEPT_S + 60)
+    assert held() == without and being_written.exists()
+    assert httpx.get(link).status_code == 200, "it is packed again while the link is valid"

@@ -31,6 +31,8 @@ from tinker_server.store.usage import UsageStore
 log = logging.getLogger(__name__)
 SNAPSHOT_KEPT_S = 7 * 24 * 3600
 """A suspended model waits so long for its client."""
+ARCHIVE_KEPT_S = 3600.0
+"""An archive is kept so long after it was packed. It counts as its weights' owner's, whoever has downloaded it."""
 AHEAD_S, HELD_S = 60.0, 24 * 3600.0
 """A jump of more than AHEAD_S is ignored for HELD_S."""
 
@@ -132,12 +134,13 @@ class Housekeeper:
                 await self._drop(run, "its client did not come back")
 
     async def sweep_weights(self, now: float) -> None:
-        """Delete weights that have expired, or have no name and are not used, directories without a reference, and
-        uploads that nobody finished."""
+        """Delete weights that have expired, or have no name and are not used, directories without a reference, archives
+        that were packed long ago, and uploads that nobody finished."""
         storage = self._stores.storage
         await storage.delete(*await self._stores.samplers.take_unused(self._periods.unnamed, now))
         await storage.delete(*await self._stores.checkpoints.take_expired(now))
         await storage.delete_unreferenced()
+        await storage.delete_archives(now - ARCHIVE_KEPT_S)
         await self._stores.uploads.delete_expired(now)
 
     async def sweep_records(self, now: float) -> None:

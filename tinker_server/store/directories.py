@@ -185,6 +185,11 @@ class Storage:
                 self._archives = changed_ns, sizes
         return sizes
 
+    async def delete_archives(self, before: float) -> None:
+        """Delete the archives that were packed before this time; who asks again gets a new one. Raises Superseded."""
+        self.require_lease()
+        await asyncio.to_thread(_remove_files, self._root / "archives", before)
+
     def _below(self, top: str, path: str) -> Path:
         resolved = (self._root / path).resolve()
         if not resolved.is_relative_to(self._root / top) or resolved == self._root / top:
@@ -203,6 +208,14 @@ def _remove(paths: list[tuple[Path, Path]]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         archive.unlink(missing_ok=True)
         _remove_empty(directory.parent, directory.parent.parent)
+
+
+def _remove_files(folder: Path, before: float) -> None:
+    """Remove the files of a folder that were written before, but not those that are being written."""
+    for file in folder.glob("[!.]*"):
+        with contextlib.suppress(FileNotFoundError):  # its weights were deleted meanwhile
+            if file.stat().st_mtime < before:
+                file.unlink()
 
 
 def _remove_empty(*folders: Path) -> None:

@@ -1,4 +1,7 @@
-"""Archives of saved weights to download: a tar.gz each, packed at the first request and deleted with the weights."""
+"""Archives of saved weights to download: a tar.gz each, packed at the first request.
+
+They are deleted with the weights, and an hour after they were packed.
+"""
 
 import asyncio
 import tarfile
