@@ -5,8 +5,8 @@ sampler process calls the worker's own methods by `collective_rpc`. Both model r
 (CUDA).
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -132,9 +132,22 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample the step's tokens."""
         sample_tokens = super().sample_tokens
-        if self.routing is None:
-            return sample_tokens(grammar_output)
-        return self.routing.sample(sample_tokens, grammar_output)
+        with nullcontext() if self.use_v2_model_runner else self._without_cut_prompts():
+            if self.routing is None:
+                return sample_tokens(grammar_output)
+            return self.routing.sample(sample_tokens, grammar_output)
+
+    @contextmanager
+    def _without_cut_prompts(self) -> Iterator[None]:
+        """Inside, requests whose prompt goes on in the next step have no generator of their own. What is drawn for them
+        is dropped, and vLLM's V1 runner would set their generator back, which a CPU's cannot (vLLM 0.32)."""
+        batch, runner = self.model_runner.input_batch, self.model_runner
+        cut = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        held = {row: batch.generators.pop(row) for row in cut if row in batch.generators}
+        try:
+            yield
+        finally:
+            batch.generators.update(held)
 
     def attempt(self, method: str, args: Sequence[object], kwargs: dict[str, object]) -> tuple[str | None, object]:
         """Return the error of a method, or None, and its answer (`executor.py`)."""

@@ -38,6 +38,16 @@ async def test_the_same_seed_gives_the_same_tokens_and_its_samples_differ(sample
     assert texts[0] != texts[2]
 
 
+async def test_seeded_prompts_that_a_step_cuts_leave_the_engine_alive_and_sample_the_same(sampler):
+    """A step of the engine has 4096 tokens."""
+    asked = [request(prompt(words(1000, 50 + n)), {"seed": n, "max_tokens": 5, "stop": []}) for n in range(9)]
+    together = await asyncio.gather(*(sample(sampler, one, None) for one in asked))
+    alone = [await sample(sampler, one, None) for one in asked]
+    for one, other in zip(together, alone, strict=True):
+        assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
+    assert [process.restarts for process in sampler.processes()] == [0]
+
+
 async def test_without_a_seed_samples_differ(sampler):
     responses = await asyncio.gather(*(sample(sampler, request(MIXED["text"], num_samples=3), None) for _ in range(2)))
     assert len({str(one.tokens.tolist()) for response in responses for one in response.sequences}) == 6
