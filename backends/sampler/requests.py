@@ -95,7 +95,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the engine's parameters for sample `index`; the first one also scores the prompt."""
     params = task.params
-    cuts = params.top_k > 0 or params.top_p < 1
+    cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)  # else the engine ignores them
     stop_tokens, stop_strings = stops(params.stop, end_tokens)
     num_scored = num_scored_tokens(task.scores)
     scores_prompt = index == 0 and (task.scores.logprobs or num_scored > 0)
@@ -116,7 +116,7 @@ def sampling_params(
         include_stop_str_in_output=True,
         logprobs=task.topk,
         prompt_logprobs=num_scored if scores_prompt else None,
-        extra_args=_scored_tokens(task) if scores_prompt else None,
+        extra_args=_scored_tokens(task, placeholders) if scores_prompt else None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -140,14 +140,14 @@ def num_scored_tokens(scores: PromptScores) -> int:
     return scores.topk + num_targets + scores.num_draws
 
 
-def _scored_tokens(task: SamplingTask) -> dict[str, Asked] | None:
+def _scored_tokens(task: SamplingTask, placeholders: Sequence[int]) -> dict[str, Asked] | None:
     """Return what the worker puts in the last columns of the prompt's log probabilities."""
     targets, params = task.scores.targets, task.params
     if targets is None and not task.scores.num_draws:
         return None
     targets_PK = np.empty((0, 0), np.int64) if targets is None else targets.to_array(fill=-1)
     seed = secrets.randbits(62) if params.seed is None else derived_seed(params.seed, -1)
-    return extra_args(targets_PK, task.scores.num_draws, params.temperature, seed)
+    return extra_args(targets_PK, task.scores.num_draws, params.temperature, seed, placeholders)
 
 
 def derived_seed(seed: int, index: int) -> int:

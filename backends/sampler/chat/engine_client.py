@@ -183,8 +183,8 @@ def params_of_sequence(
     own.stop_token_ids = list(dict.fromkeys([*end_tokens, *(params.stop_token_ids or ())]))
     own.logprobs = params.logprobs or 0  # always, so that diverged weights are found
     own.prompt_logprobs = params.prompt_logprobs if index == 0 else None
-    cuts = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or bool(params.logit_bias)
-    if cuts and placeholders:
+    cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    if (cuts or params.logit_bias) and placeholders:
         own.logit_bias = {**(params.logit_bias or {}), **dict.fromkeys(placeholders, float("-inf"))}
     return own
 

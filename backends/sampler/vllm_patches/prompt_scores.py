@@ -7,7 +7,7 @@ the last columns of its prompt log probabilities are filled with that.
 P prompt positions after the first, N of them in this step, K chosen tokens, D draws, V vocabulary
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
@@ -43,9 +43,13 @@ class Asked(TypedDict):
     num_draws: int
     temperature: float
     seed: int
+    never_drawn: list[int]
+    """Token ids; they are scored all the same."""
 
 
-def extra_args(targets_PK: np.ndarray, num_draws: int, temperature: float, seed: int) -> dict[str, Asked]:
+def extra_args(
+    targets_PK: np.ndarray, num_draws: int, temperature: float, seed: int, never_drawn: Sequence[int]
+) -> dict[str, Asked]:
     """Return extra arguments for SamplingParams. `targets_PK` holds -1 where nothing is asked."""
     return {
         KEY: {
@@ -54,6 +58,7 @@ def extra_args(targets_PK: np.ndarray, num_draws: int, temperature: float, seed:
             "num_draws": num_draws,
             "temperature": temperature,
             "seed": seed,
+            "never_drawn": list(never_drawn),
         }
     }
 
@@ -66,6 +71,7 @@ class ScoredTokens:
     num_draws: int
     temperature: float
     generator: torch.Generator
+    never_drawn: Tensor
     ids_PC: Tensor
     """C = K + D"""
     logprobs_PC: Tensor
@@ -84,6 +90,7 @@ class ScoredTokens:
             num_draws,
             asked["temperature"],
             torch.Generator(device).manual_seed(asked["seed"]),
+            torch.tensor(asked["never_drawn"], dtype=torch.int64, device=device),
             torch.zeros(shape, dtype=torch.int64, device=device),
             torch.zeros(shape, device=device),
         )
@@ -101,6 +108,7 @@ class ScoredTokens:
 
     def _draw(self, logits_NV: Tensor) -> Tensor:
         """Return [N, D] independent draws at the request's temperature."""
+        logits_NV = logits_NV.index_fill(1, self.never_drawn, float("-inf"))
         if self.num_draws == 0 or self.temperature == 0:
             return logits_NV.argmax(-1, keepdim=True).expand(-1, self.num_draws)
         # Diverged weights give NaN rows, which multinomial refuses, and the engine would die. Any draw will do there:

@@ -147,9 +147,12 @@ async def test_chosen_tokens_in_sparse_tensors_come_back_in_sparse_tensors(sampl
     assert response.prompt_logprobs is None and response.topk_prompt_logprobs is None
 
 
-async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler, reference, adapters):
+async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler, renderer, reference, adapters):
+    """Without the placeholders of images, which no client may send."""
     model_input, k = prompt(words(60, 3)), 100
-    scaled_TV = reference.logprobs_TV(model_input, [], "small", temperature=0.5)[:-1].double().numpy()
+    scaled_TV = reference.logprobs_TV(model_input, [], "small", temperature=0.5)[:-1].double()
+    scaled_TV[:, sorted(renderer.family.placeholders)] = -100.0  # minus infinity, for the sums below
+    scaled_TV = scaled_TV.log_softmax(-1).numpy()
     fields: dict[str, Any] = {"params": {"temperature": 0.5, "seed": 3}, "prompt_alt_tokens_k": k}
     first, again = [await sample(sampler, request(model_input, **fields), adapters["small"]) for _ in range(2)]
     tokens = present(first.prompt_alt_tokens).tokens
@@ -161,6 +164,17 @@ async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler,
     assert abs(drawn.mean() + entropy_T.mean()) < 4 * np.sqrt(variance_T.mean() / drawn.size)
     greedy = await sample(sampler, request(model_input, {"temperature": 0}, prompt_alt_tokens_k=2), adapters["small"])
     assert (present(greedy.prompt_alt_tokens).tokens == scaled_TV.argmax(-1)[:, None]).all()
+
+
+async def test_a_greedy_sample_has_the_models_own_log_probabilities_whatever_cuts_are_asked_for(sampler):
+    """The engine ignores top_k and top_p at temperature 0."""
+    plain, *cut = [
+        (await sample(sampler, request(MIXED["text"], {"temperature": 0, "max_tokens": 6, **more}), None)).sequences[0]
+        for more in ({}, {"top_p": 0.5}, {"top_k": 3})
+    ]
+    for one in cut:
+        assert one.tokens.tolist() == plain.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, plain.logprobs, atol=1e-5)
 
 
 async def test_last_n_leaves_everything_before_it_undefined(sampler, reference):
