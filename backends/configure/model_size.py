@@ -121,8 +121,8 @@ class ModelSize:
         return total * rank * self.number_bytes
 
     def rank_numbers(self, tensor_parallel: int) -> int:
-        """Return the numbers of the base in each of so many ranks of an engine. Each has the whole vision tower: images
-        are divided among them, not the tower."""
+        """Return the numbers of the base in each of so many ranks of an engine, at most. In most kinds each has the
+        whole vision tower: images are divided among them."""
         matrices = [(one, one.count * one.outputs * one.inputs) for one in self.numbers.matrices if not one.in_tower]
         others = self.numbers.base - self.numbers.tower - sum(count for _, count in matrices)
         of_matrices = sum(-(-count // self._pieces(one, tensor_parallel)) for one, count in matrices)

@@ -126,9 +126,17 @@ class Support:
             return None
         if self.config.full:
             return "with backend.full an engine takes whole models, which is not supported by ranks"
-        text_config = self.renderer.config.get_text_config()
-        for field, what in _DIVIDED.items():
-            count = getattr(text_config, field, None) or 0
+        vision, text_config = self.renderer.family.vision, self.renderer.config.get_text_config()
+        if vision is not None and self.config.train_vision:
+            return "with backend.train_vision the engine's ranks would map a tower's adapters to other images"
+        counts = [(getattr(text_config, field, None) or 0, what) for field, what in _DIVIDED.items()]
+        if vision is not None and vision.is_divided:
+            tower = self.renderer.config.vision_config
+            counts += [
+                (tower.num_attention_heads, "heads of the vision tower"),
+                (tower.intermediate_size, "inner numbers of the vision tower"),
+            ]
+        for count, what in counts:
             if count % ranks:
                 return f"its {count} {what} cannot be divided evenly"
         key_heads = text_config.num_key_value_heads

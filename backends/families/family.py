@@ -95,6 +95,10 @@ class Vision(Protocol):
         already."""
 
     @property
+    def is_divided(self) -> bool:
+        """True if the ranks of an engine divide the tower, since vLLM cannot divide the images among them."""
+
+    @property
     def lora(self) -> TowerLora | None:
         """The tower's target modules; None if it cannot be trained."""
 

@@ -43,6 +43,7 @@ class Gemma3Vision:
     """`Vision`: all images have one size, and as many features."""
 
     lora = None
+    is_divided = True
     engine_fields: Mapping[str, EngineField] = {
         "pixel_values": EngineField(),
         "num_patches": EngineField(one_row_each=True, stays_on_cpu=True),

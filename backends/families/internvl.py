@@ -44,6 +44,7 @@ class InternVLVision:
     """`Vision`: tiles of the image, then the whole image in one, between a mark of begin and one of end."""
 
     lora = None
+    is_divided = False
     engine_fields: Mapping[str, EngineField] = {
         "pixel_values": EngineField(),
         "image_num_patches": EngineField(one_row_each=True, stays_on_cpu=True),

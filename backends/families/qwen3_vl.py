@@ -81,6 +81,7 @@ class Qwen3VL:
 class Qwen3VLVision:
     """`Vision`: an image is one placeholder per merged patch."""
 
+    is_divided = False
     engine_fields: Mapping[str, EngineField] = {
         "pixel_values": EngineField(),
         "image_grid_thw": EngineField(one_row_each=True, stays_on_cpu=True),

@@ -40,6 +40,7 @@ class SmolVLMVision:
     """`Vision`: rows of tiles, each with its row and column in text, then the whole image in one."""
 
     lora = None
+    is_divided = True
     engine_fields: Mapping[str, EngineField] = {
         "pixel_values": EngineField(),
         "pixel_attention_mask": EngineField(),
