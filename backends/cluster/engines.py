@@ -54,6 +54,7 @@ class RemoteEngines:
                 )
             if spec.device == "cuda":
                 self._check_gpus(spec, offer)
+        self._check_sum(offer)
 
     def _check_gpus(self, spec: ModelSpec, offer: Offer) -> None:
         num = spec.tensor_parallel
@@ -67,6 +68,15 @@ class RemoteEngines:
             raise BackendFailed(
                 f"a GPU of this machine has {smallest / 2**30:.1f} GiB, and the server's have {ours / 2**30:.1f} GiB,"
                 " for which memory is planned: show `join` the larger ones alone"
+            )
+
+    def _check_sum(self, offer: Offer) -> None:
+        """Raise BackendFailed if the engines of all models do not fit on a GPU: each GPU gets one of each model."""
+        specs = {directory: self._pools[name][0] for name, directory in offer.models.items()}
+        part = sum(spec.placement.sampler_fraction for spec in specs.values() if spec.device == "cuda")
+        if part > 1:
+            raise BackendFailed(
+                f"the engines of {', '.join(offer.models)} need {part:.2f} of each GPU together: join with fewer models"
             )
 
     def begin(self, node: Node, start: StartThere) -> None:

@@ -10,14 +10,16 @@ is divided evenly among its models: a trainer takes at most half of it, for micr
 the KV cache the rest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import psutil
 import torch
 
 from backends.config import BackendConfig, MemoryPart
+from backends.configure.asked_gpus import require_gpus, require_slices, set_ranks
 from backends.configure.memory_plan import (
     Demand,
     Layout,
@@ -78,8 +80,11 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
     gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
     where = "memory" if device == "cpu" else f"memory on GPU {gpu}"
     for_whom = ", ".join(f"{name}: {_wanted(demand, config)}" for name, demand in least.demands.items())
+    there = "free" if device == "cpu" else "there"
+    if device == "cuda" and least.totals[gpu] < machine.gpu_bytes[gpu]:
+        there = "usable, as on the smallest GPU of its models"
     raise BackendFailed(
-        f"too little {where}: {gib(least.totals[gpu])} are {'free' if device == 'cpu' else 'there'},"
+        f"too little {where}: {gib(least.totals[gpu])} are {there},"
         f" {gib(least.of(gpu))} are needed: {least.describe(gpu)}; that is for {for_whom}"
     )
 
@@ -148,8 +153,8 @@ class _Search:
         self._trainer_gpus = config.trainer_gpus or tuple(gpus)
         self._sampler_gpus = config.sampler_gpus
         if device == "cuda":
-            _require_gpus(config, len(gpus))
-        _require_slices(config)
+            require_gpus(config, len(gpus))
+        require_slices(config)
 
     def laid_out(self, wish: _Open) -> Iterator[MemoryPlan]:
         """Yield plans with this demand, those that use fewer GPUs first, with the engines that are asked for, or one
@@ -264,7 +269,7 @@ class _Search:
         if self._device == "cpu":
             yield config.ranks or config.context_parallel, config.tensor_parallel or 1, False
             return
-        fixed = _set_ranks(config)
+        fixed = set_ranks(config)
         step = config.context_parallel
         ranks = (fixed,) if fixed else range(step, len(self._trainer_gpus) + 1, step)
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
@@ -286,7 +291,7 @@ class _Search:
             engines = ((0,) * tensor_parallel,) * (self._config.engines or 1)
             # On the CPU ranks divide the base, unless they map it: memory is one.
             return {size.name: Layout((0,) * ranks, engines, self._is_whole(ranks)) for size in self._sizes}
-        trainers = _spread(self._sizes, self._trainer_gpus, ranks)
+        trainers = _spread(self._sizes, sorted(self._trainer_gpus, key=lambda gpu: -self._totals[gpu]), ranks)
         load = [
             sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])
             for gpu in range(len(self._totals))
@@ -295,7 +300,7 @@ class _Search:
         for size in self._sizes:
             own = trainers[size.name]
             allowed = self._sampler_gpus or range(len(self._totals))
-            order = [gpu for _, _, gpu in sorted(((gpu in own) == is_apart, load[gpu], gpu) for gpu in allowed)]
+            order = sorted(allowed, key=lambda gpu: ((gpu in own) == is_apart, load[gpu], -self._totals[gpu], gpu))
             groups = range(0, len(order) - tensor_parallel + 1, tensor_parallel)
             engines = tuple(tuple(sorted(order[at : at + tensor_parallel])) for at in groups)
             for gpu in engines[0]:
@@ -329,7 +334,20 @@ class _Search:
 
     def _counted(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
         parts = plan_parts(self._sizes, demands, layouts, self._device, self._config.base_copies or 2)
-        return MemoryPlan(self._device, self._totals, demands, dict(layouts), parts)
+        return MemoryPlan(self._device, _usable(self._totals, layouts.values()), demands, dict(layouts), parts)
+
+
+def _usable(totals: Sequence[int], layouts: Collection[Layout]) -> tuple[int, ...]:
+    """Return the bytes of each GPU that plans can use: a model's ranks, and its engines, get the same fraction of each
+    of their GPUs, so that larger ones count as the smallest of them."""
+    usable = list(totals)
+    for _ in layouts:  # models that share a GPU pass a smaller one on to each other
+        for layout in layouts:
+            gpus = {*layout.trainer, *chain.from_iterable(layout.engines)}
+            smallest = min(usable[gpu] for gpu in gpus)
+            for gpu in gpus:
+                usable[gpu] = smallest
+    return tuple(usable)
 
 
 def _num_used(ranks: int, tensor_parallel: int, is_apart: bool) -> int:
@@ -337,51 +355,9 @@ def _num_used(ranks: int, tensor_parallel: int, is_apart: bool) -> int:
     return ranks + tensor_parallel if is_apart else max(ranks, tensor_parallel)
 
 
-def _set_ranks(config: BackendConfig) -> int | None:
-    """Return the ranks of a trainer that the settings ask for; None: they leave them open."""
-    return config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else None)
-
-
-def _require_gpus(config: BackendConfig, num_gpus: int) -> None:
-    """Raise BackendFailed if settings name more GPUs than there are."""
-    for name, gpus in (("trainer_gpus", config.trainer_gpus), ("sampler_gpus", config.sampler_gpus)):
-        if gpus and (len(set(gpus)) < len(gpus) or not set(gpus) <= set(range(num_gpus))):
-            raise BackendFailed(
-                f"{','.join(map(str, gpus))} (setting backend.{name}): give different numbers from 0 to {num_gpus - 1};"
-                f" torch sees {num_gpus} GPUs"
-            )
-    trainer_gpus = len(config.trainer_gpus) if config.trainer_gpus else num_gpus
-    ranks = _set_ranks(config) or config.context_parallel
-    if trainer_gpus < ranks or num_gpus == 0:
-        raise BackendFailed(
-            f"{ranks} ranks on CUDA need as many GPUs; torch sees {num_gpus}, trainers may use {trainer_gpus}"
-        )
-    if config.trainer_gpus and ranks != trainer_gpus:
-        raise BackendFailed(
-            f"{ranks} ranks (setting backend.ranks) on the {trainer_gpus} GPUs of backend.trainer_gpus: give only one"
-            " of them, or equal numbers"
-        )
-    engines, size = config.engines or 1, config.tensor_parallel or 1
-    sampler_gpus = len(config.sampler_gpus) if config.sampler_gpus else num_gpus
-    if engines * size > sampler_gpus:
-        raise BackendFailed(
-            f"{engines} engines (setting backend.engines) of {size} ranks (setting backend.tensor_parallel) need"
-            f" {engines * size} GPUs; torch sees {num_gpus}, engines may use {sampler_gpus}"
-        )
-
-
-def _require_slices(config: BackendConfig) -> None:
-    """Raise BackendFailed if ranks cannot be divided into those that compute a microbatch together."""
-    ranks = _set_ranks(config) or config.context_parallel
-    if ranks % config.context_parallel:
-        raise BackendFailed(
-            f"{ranks} ranks (setting backend.ranks, or one for each of backend.trainer_gpus) cannot be divided into"
-            f" groups of {config.context_parallel} (setting backend.context_parallel): give a multiple of it"
-        )
-
-
 def _spread(sizes: Sequence[ModelSize], gpus: Sequence[int], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Choose each model's GPUs, the largest model first: those with the fewest bytes of weights on them."""
+    """Choose each model's GPUs, the largest model first: those with the fewest bytes of weights on them, of equal ones
+    the first."""
     taken = dict.fromkeys(gpus, 0)
     chosen = {}
     for size in sorted(sizes, key=lambda size: -size.base_bytes):

@@ -65,6 +65,20 @@ def test_gpus_that_do_not_hold_an_engine_are_refused(monkeypatch: pytest.MonkeyP
         engines.check(offer(80, 40))
 
 
+def test_models_whose_engines_do_not_fit_on_a_gpu_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backends.cluster.engines.smallest_gpu", lambda gpus: 80 * GIB)
+    pools = {}
+    for name in ("a/b", "c", "alias"):
+        placement = Placement(engines=((0,),), sampler_fraction=0.6)
+        spec = replace(tiny_spec(Path("/here")), name=name, fingerprint="f" * 64, device="cuda", placement=placement)
+        pools[name] = (spec, SamplerPool(spec, may_grow=True))
+    engines, of_all = RemoteEngines(pools), dict.fromkeys(pools, "f" * 64)
+    engines.check(replace(offer(80), models={"a/b": "/models/b", "alias": "/models/b"}, fingerprints=of_all))
+    with pytest.raises(BackendFailed, match=r"the engines of a/b, c need 1.20 of each GPU together"):
+        both = {"a/b": "/models/b", "c": "/models/c"}
+        engines.check(replace(offer(80), models=both, fingerprints={name: "f" * 64 for name in both}))
+
+
 def test_a_machine_gets_as_many_engines_as_it_has_gpus_for() -> None:
     _, alone = served()
     assert gpus_of_engines(alone, offer(80, 80)) == [()]  # the server computes on the CPU

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
-from backends.configure.memory_plan import Machine, MemoryPlan
+from backends.configure.memory_plan import Layout, Machine, MemoryPlan
 from backends.configure.model_size import ModelSize
 from backends.configure.nearest_fit import idle_gpus
 from backends.configure.placement import make_plan, placement
@@ -23,9 +23,11 @@ from backends.protocol import BackendFailed
 from tests.models import (
     EXPERTS,
     make_tiny_gpt_oss,
+    make_tiny_internvl,
     make_tiny_nemotron_h,
     make_tiny_of,
     make_tiny_qwen3_5,
+    make_tiny_smolvlm,
     make_tiny_vl,
 )
 from tests.specs import tiny_spec
@@ -227,8 +229,9 @@ def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are
 def test_every_gpu_of_a_model_has_an_engine_where_it_has_room() -> None:
     found = plan([LARGE], gpus(80, 8), ranks=8)
     assert found.layouts["large"].engines == tuple((gpu,) for gpu in range(8))
-    small = Machine(0, [80 * GIB, 36 * GIB, 80 * GIB])  # the second has room for one copy, not for two
-    assert plan([LARGE], small, ranks=3).layouts["large"].engines == ((0,), (2,))
+    small = Machine(0, [80 * GIB, 20 * GIB, 80 * GIB])  # the second has no room for a copy
+    assert plan([LARGE], small, trainer_gpus=(0, 2)).layouts["large"].engines == ((0,), (2,))
+    assert plan([LARGE], small, ranks=2).layouts["large"] == Layout((0, 2), ((0,), (2,)), replicates=True)
 
 
 def test_gpus_without_a_trainer_have_engines_unless_its_gpus_are_named() -> None:
@@ -265,7 +268,8 @@ def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_wher
     assert (found.trainer, found.engines) == ((0, 1, 2, 3), ((0,), (1,), (2,)))
     with pytest.raises(BackendFailed, match=r"5 engines \(setting backend.engines\) .* need 5 GPUs; torch sees 4"):
         plan([LARGE], gpus(80, 4), engines=5)
-    with pytest.raises(BackendFailed, match=r"GPU 1: 16\.0 GiB are there, 20\.0 GiB are needed: large"):
+    match = r"GPU 0: 16\.0 GiB are usable, as on the smallest GPU of its models, 33\.6 GiB are needed: large"
+    with pytest.raises(BackendFailed, match=match):
         plan([LARGE], Machine(0, [80 * GIB, 16 * GIB]), engines=2)
 
 
@@ -327,6 +331,30 @@ def test_models_that_ranks_of_an_engine_would_compute_wrongly_are_refused_by_nam
     ):
         with pytest.raises(BackendFailed, match=f"tensor_parallel 2 .* {reason}"):
             find("a", make(tmp_path / name), config, machine)
+
+
+def test_adapters_of_towers_and_towers_that_do_not_divide_are_refused_on_several_ranks(tmp_path: Path) -> None:
+    config = BackendConfig(models={"a": TINY_VL}, device="cpu", tensor_parallel=2, train_vision=True)
+    reason = "with backend.train_vision the engine's ranks would map a tower's adapters to other images"
+    with pytest.raises(BackendFailed, match=f"tensor_parallel 2 .* not supported: {reason}"):
+        find("a", Path(DIRECTORIES[TINY_VL]), config, Machine(64 * GIB))
+    machine = gpus(64, 2)
+    on_gpus = BackendConfig(models={"a": TINY_VL}, device="cuda", train_vision=True)
+    assert find("a", Path(DIRECTORIES[TINY_VL]), on_gpus, machine).size.tensor_parallels == (1,)
+    for make, divides in ((make_tiny_smolvlm, True), (make_tiny_internvl, False)):
+        source = make(tmp_path / make.__name__)
+        described = json.loads((source / "config.json").read_text())
+        described["vision_config"]["num_attention_heads"] = 1
+        (source / "config.json").write_text(json.dumps(described))
+        parallels = find("a", source, BackendConfig(models={"a": str(source)}), machine).size.tensor_parallels
+        assert (2 not in parallels) == divides
+
+
+def test_of_gpus_of_different_sizes_each_counts_as_the_smallest() -> None:
+    """A process has one part of its GPUs, a fraction, which is enough on the smallest of them."""
+    for config in (BackendConfig(), BackendConfig(kv_cache_bytes=4 * GIB), BackendConfig(max_context_length=16384)):
+        unequal = make_plan([LARGE], config, Machine(0, [140 * GIB, 80 * GIB]), "cuda")
+        assert unequal == make_plan([LARGE], config, gpus(80, 2), "cuda")
 
 
 def test_slices_of_microbatches_are_refused_by_name_where_ranks_cannot_compute_them(
