@@ -21,9 +21,9 @@ import zstandard
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.wire import PROTOBUF
 from tests.fake_server import Running, forward_backward_body
-from tinker_server import app
+from tinker_server import accounts, app
 from tinker_server.auth import keys
-from tinker_server.web import gate, http, ledger
+from tinker_server.web import gate, http
 
 MIB = 1 << 20
 
@@ -122,7 +122,7 @@ def test_a_body_that_comes_in_drops_is_ended_too(server, monkeypatch):
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_bodies_beyond_an_owners_account_wait_and_another_owners_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "WAIT_S", 1.5)
+    monkeypatch.setattr(accounts, "WAIT_S", 1.5)
     alice, bob = (keys.add(tmp_path / "data" / "keys", name) for name in ("alice", "bob"))
     server = Running(tmp_path / "data", max_body_bytes=MIB)
 
@@ -186,7 +186,7 @@ def test_samples_that_take_long_to_check_hold_up_no_other_owner(tmp_path, monkey
 
 def test_a_body_whose_length_was_not_said_costs_what_it_has_once_it_is_there(tmp_path, monkeypatch):
     """Eight polls that are held, each with its body in chunks, where four of the largest bodies are allowed."""
-    monkeypatch.setattr(ledger, "WAIT_S", 0.5)
+    monkeypatch.setattr(accounts, "WAIT_S", 0.5)
     server = Running(tmp_path / "data", max_body_bytes=MIB, poll_hold_s=3, gap_grace_s=30)
     try:
         body, kind = forward_backward_body(server.model(), 2), {"content-type": PROTOBUF}  # number 1 does not come
@@ -235,7 +235,7 @@ def unread(server: Running, poll: bytes, key: str = "tml-test") -> Iterator[sock
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 30], ids=["in the database", "in memory"])
 def test_results_that_are_not_read_take_an_owners_part_and_another_owner_goes_on(tmp_path, monkeypatch, kept_bytes):
-    monkeypatch.setattr(ledger, "WAIT_S", 0.5)
+    monkeypatch.setattr(accounts, "WAIT_S", 0.5)
     monkeypatch.setattr(app, "RECENT_RESULTS_BYTES", kept_bytes)
     owners = [keys.add(tmp_path / "data" / "keys", name) for name in ("alice", "bob")]
     server = Running(tmp_path / "data", max_body_bytes=32 * MIB)

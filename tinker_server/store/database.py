@@ -28,11 +28,11 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 
+from tinker_server.accounts import WAIT_S, Accounts
 from tinker_server.errors import BadRequest, DatabaseUnavailable, DiskFull, StartFailed, Superseded
 from tinker_server.store.lease import Lease, sole_use
 from tinker_server.store.outage import Outage
 from tinker_server.store.postgresql import CONNECT_S, Connections
-from tinker_server.store.read_shares import ReadShares
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_connection
@@ -43,6 +43,13 @@ Connect = Callable[[], AbstractAsyncContextManager[AsyncSession]]
 RETRY_S, RETRY_PAUSE_S = 30.0, 0.2
 """Seconds for which work is tried again while the database does not answer, and between two tries."""
 BUSY_TIMEOUT_MS = 10_000
+LISTS_OF_OWNER, LISTS_OF_ALL = 2, 8
+"""Lists, searches and long records that are read at once, of an owner and of all. The pool has 15 connections; the
+others are for all other work."""
+_NO_SHARE = (
+    f"lists and searches wait for others of them, for {WAIT_S:g} s: {LISTS_OF_OWNER} of an owner and {LISTS_OF_ALL}"
+    " of all owners are read at once; send this one later"
+)
 DELETED_AT_ONCE = 5_000
 """Rows in one transaction, for which other writers wait."""
 SHRUNK_PAGES = 20_000
@@ -96,7 +103,7 @@ class Database:
         self._write_lock = asyncio.Lock()
         self._rolling_back: set[asyncio.Task[None]] = set()
         self._lease: Lease | None = None
-        self._shares = ReadShares()
+        self._lists = Accounts(LISTS_OF_OWNER, LISTS_OF_ALL, _NO_SHARE)
         self._reads, self._writes = Outage("reads"), Outage("writes")
 
     @asynccontextmanager
@@ -112,7 +119,7 @@ class Database:
 
         Raises Busy, DatabaseUnavailable.
         """
-        async with self._shares.hold(owner), self.read() as session:
+        async with self._lists.hold(owner), self.read() as session:
             yield session
 
     def write(self) -> AbstractAsyncContextManager[AsyncSession]:

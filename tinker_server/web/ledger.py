@@ -6,13 +6,11 @@ A result costs its length until its client has read it. Fair queues grant all th
 and encode results. Requests without an owner share one account.
 """
 
-import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from backends.processes.fair_queue import FairQueue
-from tinker_server.errors import Busy
+from tinker_server.accounts import WAIT_S, Accounts
 
 BODIES_OF_OWNER, BODIES_OF_ALL, BODIES_DECODED = 4, 8, 1
 """Budgets, in bodies of the largest size: an owner's, all owners', and for decoding."""
@@ -24,55 +22,9 @@ DECODED_AT_ONCE = 4
 """Bodies decoded at once, however small: each takes a thread."""
 CHECKS_OF_OWNER, CHECKS_OF_ALL = 1, 2
 """Samples checked at once, each in a thread."""
-WAIT_S = 60.0
-"""Seconds to wait for room; the SDK retries a refused request."""
 STALL_S, BYTES_PER_S = 60.0, 32 << 10
 """Longest pause of a body, and its least rate on the whole: eight parts of 60 MB that share an uplink of 1 MB/s come
 four times as fast."""
-
-
-class Accounts:
-    """Bytes, or checks, that owners share: so many for each of them, and so many for all together."""
-
-    def __init__(self, of_owner: int, of_all: int, in_flight: str) -> None:
-        """`in_flight` says in a refusal what an owner has already."""
-        self._of_owner = of_owner
-        self._refusal = f"{in_flight}, for {WAIT_S:g} s; send this one later"
-        self._all = FairQueue(of_all)
-        self._owners: dict[str, FairQueue] = {}
-        self._in_flight: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        """Return the number of owners that hold or want room."""
-        return len(self._owners)
-
-    @asynccontextmanager
-    async def hold(self, owner: str, size_bytes: int, least_bytes: int = 0) -> AsyncIterator[Callable[[int], None]]:
-        """Hold room while the block runs, at least so much; what it yields gives back all but so many bytes.
-
-        Raises Busy if there is no room for a while.
-        """
-        size_bytes = max(size_bytes, least_bytes)
-        own = self._owners.setdefault(owner, FairQueue(self._of_owner))
-        self._in_flight[owner] += 1
-        try:
-            async with AsyncExitStack() as held:
-                try:
-                    async with asyncio.timeout(WAIT_S):
-                        shrink_own = await held.enter_async_context(own.grant(owner, "", size_bytes))
-                        shrink_all = await held.enter_async_context(self._all.grant(owner, "", size_bytes))
-                except TimeoutError:
-                    raise Busy(self._refusal) from None
-
-                def shrink(num_bytes: int) -> None:
-                    for shrink_one in (shrink_own, shrink_all):
-                        shrink_one(max(num_bytes, least_bytes))
-
-                yield shrink
-        finally:
-            self._in_flight[owner] -= 1
-            if not self._in_flight[owner]:
-                del self._in_flight[owner], self._owners[owner]
 
 
 class Ledger:
@@ -81,7 +33,7 @@ class Ledger:
     def __init__(self, max_body_bytes: int) -> None:
         self.bodies = _of_bytes(BODIES_OF_OWNER * max_body_bytes, BODIES_OF_ALL * max_body_bytes)
         self.results = _of_bytes(RESULTS_OF_OWNER * max_body_bytes, RESULTS_OF_ALL * max_body_bytes)
-        self._checks = Accounts(CHECKS_OF_OWNER, CHECKS_OF_ALL, "another sample is being checked")
+        self._checks = Accounts(CHECKS_OF_OWNER, CHECKS_OF_ALL, _refusal("another sample is being checked"))
         self._max_body_bytes = max_body_bytes
         self._decoding = FairQueue(BODIES_DECODED * max_body_bytes)
         self._encoding = FairQueue()
@@ -122,4 +74,8 @@ class Ledger:
 
 
 def _of_bytes(of_owner: int, of_all: int) -> Accounts:
-    return Accounts(of_owner, of_all, f"requests of {of_owner} bytes are in flight")
+    return Accounts(of_owner, of_all, _refusal(f"requests of {of_owner} bytes are in flight"))
+
+
+def _refusal(reason: str) -> str:
+    return f"{reason}, for {WAIT_S:g} s; send this one later"

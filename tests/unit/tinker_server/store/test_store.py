@@ -17,6 +17,7 @@ from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessi
 from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
 from backends.files import make_directory
+from tinker_server import accounts
 from tinker_server.errors import (
     BadRequest,
     Busy,
@@ -31,7 +32,7 @@ from tinker_server.errors import (
     UnknownModel,
     UnknownSession,
 )
-from tinker_server.store import read_shares
+from tinker_server.store import database
 from tinker_server.store.catalog import Catalog, Page, Scope
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
@@ -347,20 +348,20 @@ async def test_lists_and_searches_of_an_owner_leave_connections_to_others(db: Da
         event.remove(Pool, "checkout", taken)
         event.remove(Pool, "checkin", given_back)
     assert all(len(records) == 1 for records, _ in found)
-    assert most == read_shares.OF_OWNER
+    assert most == database.LISTS_OF_OWNER
 
 
 async def test_owners_share_the_connections_for_lists_and_wait_for_a_time(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with AsyncExitStack() as held:
-        for number in range(read_shares.OF_ALL - 1):
-            await held.enter_async_context(db.read_of(f"owner {number // read_shares.OF_OWNER}"))
+        for number in range(database.LISTS_OF_ALL - 1):
+            await held.enter_async_context(db.read_of(f"owner {number // database.LISTS_OF_OWNER}"))
         first = Page(Scope("owner 0"), 10, 0)
         waiting = asyncio.create_task(Catalog(db).sessions(first))
         assert await Catalog(db).sessions(Page(Scope("another"), 10, 0)) == []
         assert not waiting.done()
-        monkeypatch.setattr(read_shares, "WAIT_S", 0.01)
+        monkeypatch.setattr(accounts, "WAIT_S", 0.01)
         with pytest.raises(Busy, match="2 of an owner and 8 of all owners are read at once"):
             await Catalog(db).sessions(first)
         async with db.read_of("another"):
