@@ -54,8 +54,8 @@ class Actor:
         return not self.is_working and not self.was_cut_off
 
     def is_idle(self, for_s: float) -> bool:
-        """Return whether nothing waits or runs, and nothing has come for so long."""
-        if self.is_working:
+        """Return whether nothing arrives, waits or runs, and nothing has come for so long."""
+        if self.is_working or (self.lane is not None and self.lane.arriving):
             return False
         return self.lane is None or self.lane.last_arrival_s + for_s <= asyncio.get_running_loop().time()
 
