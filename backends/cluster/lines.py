@@ -1,7 +1,6 @@
 """Lines that the processes of a machine write: they are kept in a file there, and sent to the server's log.
 
-Both are bounded. Beyond the bound the oldest lines are dropped, and the server's log states how
-many bytes.
+Both are bounded. Beyond the bound the oldest lines are dropped, and the server's log states how many bytes.
 """
 
 import asyncio

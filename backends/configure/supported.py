@@ -1,7 +1,7 @@
 """Settings that a base is served with: what trainer and engine compute rightly, and were compared for. The rest is
 refused by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.config import BackendConfig
@@ -136,9 +136,8 @@ class Support:
                 (tower.num_attention_heads, "heads of the vision tower"),
                 (tower.intermediate_size, "inner numbers of the vision tower"),
             ]
-        for count, what in counts:
-            if count % ranks:
-                return f"its {count} {what} cannot be divided evenly"
+        if (reason := _not_divisible(counts, ranks)) is not None:
+            return reason
         key_heads = text_config.num_key_value_heads
         can_repeat = ranks % key_heads == 0 and not self._is_gpt_oss
         if key_heads % ranks and not can_repeat:
@@ -152,14 +151,11 @@ class Support:
         if self.config.full:
             return "with backend.full each rank has samples of its own"
         text_config = self.renderer.config.get_text_config()
-        heads = {"heads": text_config.num_attention_heads}
+        counts = [(text_config.num_attention_heads, "heads")]
         if self.renderer.family.has_linear_attention:
             shape = linear_attention(text_config)
-            heads |= {"heads of linear attention": shape.heads, "channels": shape.channels}
-        for what, count in heads.items():
-            if count % ranks:
-                return f"its {count} {what} cannot be divided evenly"
-        return None
+            counts += [(shape.heads, "heads of linear attention"), (shape.channels, "channels")]
+        return _not_divisible(counts, ranks)
 
     def _unpacked(self) -> str | None:
         """Return the reason why the base cannot stay in fp8, or was not seen to train so, or None."""
@@ -199,3 +195,8 @@ class Support:
 
     def _is(self, architecture: str) -> bool:
         return bool(self.renderer.config.architectures == [architecture])
+
+
+def _not_divisible(counts: Sequence[tuple[int, str]], ranks: int) -> str | None:
+    """Return the first of these counts, each with what it counts, that so many ranks cannot divide, as a reason."""
+    return next((f"its {count} {what} cannot be divided evenly" for count, what in counts if count % ranks), None)

@@ -50,6 +50,14 @@ def started(server: Running, **headers: str) -> dict[str, Any]:
     return found
 
 
+def sent(server: Running) -> dict[str, Any]:
+    """An upload that has been started, with all its files."""
+    begun = started(server)
+    for name, content in CONTENT.items():
+        put(begun["urls"][name], content)
+    return begun
+
+
 def put(link: str | dict[str, Any], content: bytes) -> httpx.Response:
     return httpx.put(link if isinstance(link, str) else link["url"], content=content, timeout=20)
 
@@ -97,9 +105,7 @@ def test_a_repeated_start_and_a_repeated_finish_get_the_first_ones(server: Runni
 
 
 def test_an_upload_is_its_owners_alone(server: Running) -> None:
-    begun = started(server)
-    for name, content in CONTENT.items():
-        put(begun["urls"][name], content)
+    begun = sent(server)
     bobs = {"x-api-key": server.bob.key}  # type: ignore[attr-defined]
     stolen = server.http.post("/external_weights_upload_finish", json={"upload_id": begun["upload_id"]}, headers=bobs)
     assert stolen.status_code == 404 and stolen.json()["error"] == "UnknownUpload"
@@ -216,9 +222,7 @@ def test_an_owner_has_four_uploads_and_others_have_theirs(server: Running) -> No
 def test_an_upload_under_which_the_trainer_ends_twice_is_refused(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = started(server)
-    for name, content in CONTENT.items():
-        put(begun["urls"][name], content)
+    begun = sent(server)
 
     async def die(*_: object, **__: object) -> None:
         raise ModelLost("the trainer has ended")
@@ -231,9 +235,7 @@ def test_an_upload_under_which_the_trainer_ends_twice_is_refused(
 def test_a_file_that_comes_while_an_upload_is_finished_does_not_replace_a_checked_one(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = started(server)
-    for name, content in CONTENT.items():
-        put(begun["urls"][name], content)
+    begun = sent(server)
     link = httpx.URL(begun["urls"]["adapter_model.safetensors"]["url"])
     body, seen = b"another file", []
     with socket.create_connection((link.host, link.port)) as late:

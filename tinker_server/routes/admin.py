@@ -1,6 +1,5 @@
 """Routes for the audit log, usage, stored weights, traces and API keys."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -50,7 +49,7 @@ from tinker_server.web.deps import (
 )
 from tinker_server.web.parameters import ProjectInQuery, SessionIdInPath
 from tinker_server.web.refusals import refused
-from tinker_server.web.streaming import entries, streamed
+from tinker_server.web.streaming import entries, joined, streamed
 
 router = APIRouter()
 GIGABYTE = 10**9
@@ -134,12 +133,9 @@ async def _usage(server: Services, owner: str, start: float, end: float) -> Asyn
 
     async for part in _whole(b'{"data":[', entries(pages(), event, server.ledger, owner), b'],"sessions":{'):
         yield part
-    comma = b""
-    async for of_sessions in server.usage.metadata(owner, list(session_ids)):
-        async with server.ledger.encoding(owner):
-            part = await asyncio.to_thread(_sessions, of_sessions)
-        yield comma + part
-        comma = b","
+    of_sessions = server.usage.metadata(owner, list(session_ids))
+    async for part in joined(of_sessions, _sessions, server.ledger, owner):
+        yield part
     yield b"}}"
 
 

@@ -42,7 +42,7 @@ class CheckpointStore:
         checkpoint = await self.find(path)
         if checkpoint is None or not (checkpoint.public or checkpoint.owner in readers):
             raise _unknown(path)
-        if checkpoint.expires_at is not None and checkpoint.expires_at <= now:
+        if checkpoint.has_expired(now):
             raise UnknownCheckpoint(f"{path} has expired")
         return checkpoint
 

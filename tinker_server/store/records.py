@@ -91,6 +91,10 @@ class Checkpoint:
     saved_as: int | None = None
     copied_from: str | None = None
 
+    def has_expired(self, now: float) -> bool:
+        """Return whether its time is over; its files may still be there."""
+        return self.expires_at is not None and self.expires_at <= now
+
     @classmethod
     def of_run(
         cls, run: "TrainingRun", path: TinkerPath, directory: str, size_bytes: int, created_at: float

@@ -35,6 +35,14 @@ async def entries(
         made = [form(one) for one in page]
         return _ENTRIES.dump_json(made, exclude_none=True, serialize_as_any=True)[1:-1]
 
+    async for part in joined(pages, encode, ledger, owner):
+        yield part
+
+
+async def joined(
+    pages: AsyncIterator[Sequence[T]], encode: Callable[[Sequence[T]], bytes], ledger: Ledger, owner: str
+) -> AsyncIterator[bytes]:
+    """Yield pages with commas between them, each encoded in a thread."""
     comma = b""
     async for page in pages:
         async with ledger.encoding(owner):

@@ -138,8 +138,7 @@ class Saving:
         first = await self._stores.checkpoints.find(path)
         if first is not None and first.saved_as == request.seq_id:
             return first  # saved by this same operation, whose answer an earlier server did not store
-        has_expired = first is not None and first.expires_at is not None and first.expires_at <= now
-        if first is not None and not request.overwrite and not has_expired:
+        if first is not None and not request.overwrite and not first.has_expired(now):
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         replaced = None if first is None else first.directory
         async with self._stores.storage.writing(path.run_id, path.kind, path.name) as directory:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -66,11 +65,8 @@ async def stored(db: Database) -> tuple[int, int]:
 
 
 @pytest.fixture
-async def futures(db: Database) -> AsyncIterator[FutureStore]:
-    store = FutureStore(db, recent_bytes=0)
-    await store.start()
-    yield store
-    await store.stop()
+def recent_bytes() -> int:
+    return 0
 
 
 async def end(futures: FutureStore, operation: Operation, *, failed: bool = False) -> None:
