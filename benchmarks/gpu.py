@@ -1,13 +1,15 @@
 """The trainer on one GPU beside bare transformers + PEFT, on random weights in the shape of a published model.
 
-    python benchmarks/gpu.py [--shape 4b] [--layers 36]
+    python benchmarks/gpu.py [--shape 4b] [--layers 36] [--fp8]
 
 The trainer is one rank in this process, without server and network. MFU is a step's operations over those of a
 bfloat16 product of 8192 x 8192 timed in the same run: 4 for each parameter of the decoder's linears and the head and
-each token (a frozen base has no weight gradients), and 3.5 times a causal attention's.
+each token (a frozen base has no weight gradients), and 3.5 times a causal attention's. `--fp8` measures a base whose
+decoder is in fp8, dequantised once and for each product, without transformers, which has no backward of it.
 """
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +32,7 @@ from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
 from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from benchmarks.shapes import CONTEXT, SHAPES, Shape, make_model
+from benchmarks.shapes import SHAPES, Shape, make_model
 from tests.factories import cross_entropy, photo
 from tests.specs import tiny_spec
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
@@ -45,7 +48,7 @@ def make_config(source: Path, gpu_memory_bytes: int, num_ranks: int = 1) -> Mode
         name="bench",
         device="cuda",
         dtype="bfloat16",
-        max_context_length=CONTEXT,
+        max_context_length=65536,
         max_tokens_per_microbatch=16384,
         image_cache_bytes=1 << 30,
         mesh=Mesh(replicate=num_ranks),
@@ -133,10 +136,10 @@ def bare(directory: Path, report: Report) -> None:
             return
 
 
-def trainer(directory: Path, report: Report) -> None:
+def trainer(directory: Path, report: Report, **settings: Any) -> None:
     """Time packed text, a long datum, small batches, photographs, and a step."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
-    config = make_config(directory, int(0.95 * total))
+    config = replace(make_config(directory, int(0.95 * total)), **settings)
     began = time.perf_counter()
     rank = TrainerRank(config, World(0, 1, DEVICE))
     assert rank.base.memory is not None
@@ -208,15 +211,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
+    parser.add_argument("--fp8", action="store_true", help="the decoder's linears")
     given = parser.parse_args()
     shape = replace(SHAPES[given.shape], num_layers=given.layers)
     with tempfile.TemporaryDirectory() as scratch:
-        directory = make_model(Path(scratch) / "model", shape)
+        directory = make_model(Path(scratch) / "model", shape, in_fp8=given.fp8)
         torch.cuda.empty_cache()
         report = Report(shape)
-        trainer(directory, report)
-        torch.cuda.empty_cache()
-        bare(directory, report)
+        for precision in (None, "fp8") if given.fp8 else (None,):
+            print(f"base {precision or 'in bfloat16'}")
+            trainer(directory, report, is_quantised=given.fp8, base_precision=precision)
+            gc.collect()
+            torch.cuda.empty_cache()
+        if not given.fp8:
+            bare(directory, report)
 
 
 if __name__ == "__main__":

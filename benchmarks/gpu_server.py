@@ -1,17 +1,18 @@
 """A whole server on one GPU, through the SDK, as a user starts it: two starts, training, sampling, RL steps, deaths of
 trainer and engine, and the GPU's memory.
 
-    python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3] [--base-copies 1|2]
-        [--replay-routing] [--once]
+    python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3] [--model DIRECTORY] [--once]
+        [--adapters 4] [--fp8] [--server "--base-copies 2 --replay-routing"]
 
-Random weights in the shape of a Qwen3-VL, LoRA of rank 32; what is not said here is at its default. MFU as in
+Random weights in the shape of a published model, LoRA of rank 32; what is not said here is at its default. MFU as in
 `benchmarks/gpu.py`; its peak is measured before the server starts. The second start finds the compiled kernels of the
-first in its data directory; `--once` leaves it out.
+first in its data directory; `--once` leaves it out. `--model` keeps the weights for another run.
 """
 
 import argparse
 import itertools
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -45,18 +46,25 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--base-copies", help="as the server's option (its default)")
-    parser.add_argument("--replay-routing", action="store_true", help="as the server's switch, of a mixture")
+    parser.add_argument(
+        "--model", type=Path, help="directory of the weights, made if it is not there (a temporary one)"
+    )
+    parser.add_argument("--adapters", type=int, default=4, help="of which samples are drawn")
+    parser.add_argument(
+        "--fp8", action="store_true", help="keep the decoder's linears in fp8, in the files and in memory"
+    )
+    parser.add_argument("--server", default="", help="more options of the server")
     parser.add_argument("--once", action="store_true", help="without the second start")
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         scratch, shape = Path(folder), replace(SHAPES[given.shape], num_layers=given.layers)
         peak = peak_flops()
-        model = make_model(scratch / "model", shape)
+        model = given.model or scratch / "model"
+        if not (model / "config.json").exists():
+            make_model(model, shape, in_fp8=given.fp8)
         torch.cuda.empty_cache()
-        switches = ["--replay-routing"] if given.replay_routing else []
-        switches += [] if given.base_copies is None else ["--base-copies", given.base_copies]
+        switches = [*shlex.split(given.server), *(["--base-precision", "fp8"] if given.fp8 else [])]
         print(f"{torch.cuda.get_device_name()}, {peak / 1e12:.0f} TFLOP/s", flush=True)
         server = Server(scratch / "data", {NAME: model}, "--device", "cuda", *switches)
         try:
@@ -64,11 +72,15 @@ def main() -> None:
                 if start == "second":
                     server.stop()
                 first_answer(server, start)
-            training = server.client().create_lora_training_client(NAME, rank=RANK).result()
-            train(training, shape, peak, given.rounds)
+            service = server.client()
+            (served,) = service.get_server_capabilities().supported_models
+            assert served.max_context_length is not None
+            print(f"contexts of {served.max_context_length} tokens", flush=True)
+            training = service.create_lora_training_client(NAME, rank=RANK).result()
+            train(training, shape, peak, given.rounds, served.max_context_length)
             print_memory()
             saves(training, given.rounds).show("from trained weights to a token of them")
-            sample(server, given.rounds)
+            sample(server, given.rounds, given.adapters)
             for number in range(given.rounds):
                 rl_step(training, number)
             recover(server, training)
@@ -93,11 +105,11 @@ def print_memory() -> None:
     print(f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken", flush=True)
 
 
-def sample(server: Server, rounds: int) -> None:
-    """Time groups of samples of the base, and of four adapters in turn."""
+def sample(server: Server, rounds: int, num_adapters: int) -> None:
+    """Time groups of samples of the base, and of adapters in turn."""
     service = server.client()
     adapters: list[tinker.SamplingClient] = []
-    for seed in range(4):
+    for seed in range(num_adapters):
         trained = service.create_lora_training_client(NAME, rank=RANK, seed=seed).result()
         trained.forward_backward([text(64, np.random.default_rng(seed))], "cross_entropy").result()
         trained.optim_step(STEP).result()
@@ -111,7 +123,7 @@ def sample(server: Server, rounds: int) -> None:
         assert all(len(one.tokens) == COMPLETION for future in waiting for one in future.result().sequences)
 
     base = service.create_sampling_client(base_model=NAME).result()
-    for name, clients in (("base", [base]), ("four adapters", adapters)):
+    for name, clients in (("base", [base]), (f"{num_adapters} adapters", adapters))[: 1 + bool(adapters)]:
         rate = GROUPS * GROUP_SIZE * COMPLETION / timed(partial(draw, clients), rounds)
         print(f"{GROUPS * GROUP_SIZE} x {COMPLETION} samples of {name}: {rate:.0f} tokens/s", flush=True)
 
@@ -134,10 +146,11 @@ def text(length: int, random: np.random.Generator) -> types.Datum:
     )
 
 
-def train(training: tinker.TrainingClient, shape: Shape, peak: float, rounds: int) -> None:
-    """Time batches from the call to the result, and several in flight at once."""
-    random = np.random.default_rng(0)
-    for name, lengths in (("16 x 1024", [1024] * 16), ("1 x 16384", [16384]), ("8 x 64", [64] * 8)):
+def train(training: tinker.TrainingClient, shape: Shape, peak: float, rounds: int, context: int) -> None:
+    """Time batches from the call to the result, and several in flight at once. `context` is the longest, in tokens."""
+    random, longest = np.random.default_rng(0), min(16384, context)
+    for count, length in ((16, 1024), (1, longest), (8, 64)):
+        name, lengths = f"{count} x {length}", [length] * count
         data = [text(length, random) for length in lengths]
 
         def one(data: list[types.Datum] = data) -> None:

@@ -1,6 +1,8 @@
 """Training on two GPUs over one, through the trainer's client, on a random Qwen3-VL of 4.4 billion parameters.
 
-python benchmarks/several_gpus.py [--layers 36]
+    python benchmarks/several_gpus.py [--layers 36] [--long] [--gpus 2]
+
+`--long` trains one datum of 131,072 tokens with 64 images, of which two GPUs compute a slice each.
 """
 
 import argparse
@@ -15,38 +17,79 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.training import Trainable
+from backends.inputs.rendering import Renderer
+from backends.model_spec import Mesh, ModelSpec
+from backends.protocol import EncodedBatch
 from backends.trainer.client import TrainerClient
 from benchmarks.gpu import RANK, make_config, text
 from benchmarks.shapes import SHAPES, make_model
-from tests.factories import cross_entropy
+from tests.factories import cross_entropy, photo
 
 GIB = 2**30
+LONG, NUM_IMAGES = 131072, 64
 
 
-async def seconds(source: Path, num_ranks: int) -> dict[str, float]:
-    """Return the best of two runs, after a warm-up."""
+Batches = dict[str, tuple[int, EncodedBatch]]
+"""Tokens and data by name."""
+
+
+def short_batches() -> Batches:
+    """Make batches of many samples."""
     random = np.random.default_rng(0)
-    client = TrainerClient(make_config(source, 120 * GIB, num_ranks))
+    found = {}
+    for name, lengths in (
+        ("64 x 1024", [1024] * 64),
+        ("ragged", random.integers(50, 900, 96).tolist()),
+        ("32 x 240", [240] * 32),
+    ):
+        found[name] = sum(lengths), cross_entropy([text(length, random) for length in lengths])
+    return found
+
+
+def long_batch(source: Path) -> Batches:
+    """Make one datum of images with text between them."""
+    renderer = Renderer(str(source), image_cache_bytes=1 << 30, max_image_pixels=1 << 24)
+    random = np.random.default_rng(0)
+    photographs: list[Chunk] = [
+        ImageChunk(data=photo(1024, 1024, seed, format="jpeg"), format="jpeg") for seed in range(NUM_IMAGES)
+    ]
+    num_image_tokens, _ = renderer.layout(ModelInput(chunks=photographs), "datum")
+    words = np.array_split(random.integers(0, 250, LONG - num_image_tokens, dtype=np.int32), NUM_IMAGES)
+    chunks: list[Chunk] = []
+    for photograph, tokens in zip(photographs, words, strict=True):
+        chunks += [photograph, EncodedTextChunk(tokens=tokens)]
+    targets: dict[str, np.ndarray] = {
+        "target_tokens": random.integers(0, 250, LONG),
+        "weights": np.full(LONG, 1e-3, np.float32),
+    }
+    print(f"{LONG} tokens, {num_image_tokens} of them of {NUM_IMAGES} images")
+    return {"long": (LONG, cross_entropy([Datum(model_input=ModelInput(chunks=chunks), loss_fn_inputs=targets)]))}
+
+
+async def seconds(spec: ModelSpec, batches: Batches) -> dict[str, float]:
+    """Return the best of two runs, after a warm-up."""
+    client, num_ranks = TrainerClient(spec), spec.mesh.size
     began = time.perf_counter()
     await client.start()
     print(f"{num_ranks} ranks started in {time.perf_counter() - began:.0f} s", flush=True)
     try:
         await client.create_model("m", Trainable(rank=RANK, seed=1), "owner")
         best = {}
-        for name, lengths in (
-            ("64 x 1024", [1024] * 64),
-            ("ragged", random.integers(50, 900, 96).tolist()),
-            ("32 x 240", [240] * 32),
-        ):
-            batch = cross_entropy([text(length, random) for length in lengths])
+        for name, (num_tokens, batch) in batches.items():
             taken = []
             for _ in range(3):
                 began = time.perf_counter()
                 await client.forward_backward("m", batch, backward=True)
                 taken.append(time.perf_counter() - began)
             best[name] = min(taken[1:])
-            print(f"{num_ranks} ranks, {name}: {best[name] * 1e3:.0f} ms, {sum(lengths) / best[name]:.0f} tokens/s")
+            gib = [(total - free) / GIB for free, total in map(torch.cuda.mem_get_info, range(num_ranks))]
+            print(
+                f"{num_ranks} ranks, {name}: {best[name] * 1e3:.0f} ms, {num_tokens / best[name]:.0f} tokens/s,"
+                f" {max(gib):.1f} GiB of a GPU",
+                flush=True,
+            )
         return best
     finally:
         await client.stop()
@@ -55,11 +98,21 @@ async def seconds(source: Path, num_ranks: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36, help="of the decoder (36)")
-    shape = replace(SHAPES["4b"], num_layers=parser.parse_args().layers)
+    parser.add_argument("--long", action="store_true", help="one long datum with images")
+    parser.add_argument("--gpus", type=int, default=2, help="1: without two GPUs")
+    given = parser.parse_args()
+    shape = replace(SHAPES["4b"], num_layers=given.layers)
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_model(Path(scratch) / "model", shape)
         torch.cuda.empty_cache()
-        one, two = (asyncio.run(seconds(directory, num_ranks)) for num_ranks in (1, 2))
+        memory = int(0.93 * torch.cuda.get_device_properties(0).total_memory)
+        spec, batches = make_config(directory, memory), long_batch(directory) if given.long else short_batches()
+        if given.long:
+            spec = replace(spec, max_context_length=LONG, image_cache_bytes=4 * GIB)
+        one = asyncio.run(seconds(spec, batches))
+        if given.gpus == 1:
+            return
+        two = asyncio.run(seconds(replace(spec, mesh=Mesh(context=2) if given.long else Mesh(replicate=2)), batches))
     for name in one:
         print(f"two GPUs over one, {name}: {one[name] / two[name]:.2f}")
 

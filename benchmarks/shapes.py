@@ -1,14 +1,15 @@
 """Models in the shape of published ones, with random weights and a tiny model's tokenizer and processor."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,10 +18,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from backends.formats.block_fp8 import BLOCK, SCALE
 from tests.models import make_tiny_gpt_oss, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, transpose_experts
 from tests.published import COOKBOOK, OTHERS, Config
 
-CONTEXT = 65536
+CONTEXT = 262144
 _TINY: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": make_tiny_vl,
     "qwen3_vl_moe": partial(make_tiny_vl, moe=True),
@@ -112,11 +114,14 @@ SHAPES = {
     "mistral-7b": Shape(OTHERS["mistralai/Mistral-7B-v0.1"]),
     "gemma-3-12b": Shape(OTHERS["google/gemma-3-12b-it, text"]),
     "gpt-oss-20b": Shape(COOKBOOK["openai/gpt-oss-20b"]),
+    "8b-text": Shape(COOKBOOK["Qwen/Qwen3-8B"]),
+    "70b": Shape(COOKBOOK["meta-llama/Llama-3.1-70B"]),
 }
 
 
-def make_model(directory: Path, shape: Shape) -> Path:
-    """Make random weights on a GPU, in bfloat16, and write them with the tiny model's tokenizer and processor."""
+def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
+    """Make random weights on a GPU, in bfloat16, and write them with the tiny model's tokenizer and processor.
+    `in_fp8`: the linears of a dense decoder in fp8 by blocks, one after the other, so that a GPU never has them all."""
     make_tiny = _TINY.get(shape.model_type) or partial(make_tiny_of, shape.model_type)
     make_tiny(directory)
     written = json.loads((directory / "config.json").read_text())
@@ -124,6 +129,8 @@ def make_model(directory: Path, shape: Shape) -> Path:
     for old in directory.glob("*.safetensors*"):
         old.unlink()
     config = shape._known(ids)
+    if in_fp8:
+        return _write_fp8(directory, config)
     with torch.device("cuda", 0):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
     # Random layers of linear attention make rounding large: each adds less to the stream, as in GPT-2's start.
@@ -139,6 +146,49 @@ def make_model(directory: Path, shape: Shape) -> Path:
     if shape.model_type == "qwen3_vl_moe":
         transpose_experts(directory)
     return directory
+
+
+def _write_fp8(directory: Path, config: PretrainedConfig) -> Path:
+    with torch.device("meta"):
+        model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
+    model.config.save_pretrained(directory)
+    path = directory / "config.json"
+    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    written = {
+        **json.loads(path.read_text()),
+        "architectures": [type(model).__name__],
+        "quantization_config": quantised,
+    }
+    path.write_text(json.dumps(written))
+    files: dict[str, str] = {}
+    for number, layer in enumerate([*model.get_decoder().layers, None]):
+        parts = dict(_random_fp8(model, layer))
+        name = f"model-{number:05}.safetensors"
+        save_file(parts, directory / name, {"format": "pt"})
+        files |= dict.fromkeys(parts, name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return directory
+
+
+def _random_fp8(model: PreTrainedModel, layer: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the random tensors of a layer of the decoder, or of all that is in none."""
+    inside = {id(one) for each in model.get_decoder().layers for one in each.parameters()}
+    chosen = {id(one) for one in layer.parameters()} if layer is not None else set()
+    for name, one in model.named_parameters():
+        if (id(one) not in chosen) if layer is not None else (id(one) in inside):
+            continue
+        if one.dim() == 1:
+            yield name, torch.ones(one.shape, dtype=torch.bfloat16)
+            continue
+        made = torch.randn(one.shape, device="cuda") * one.shape[1] ** -0.5
+        if layer is None:
+            yield name, made.bfloat16().cpu()
+            continue
+        rows, columns = (size // BLOCK for size in one.shape)
+        blocks = made.view(rows, BLOCK, columns, BLOCK)
+        scale = blocks.abs().amax((1, 3)) / 448
+        yield name, (blocks / scale[:, None, :, None]).view(one.shape).to(torch.float8_e4m3fn).cpu()
+        yield f"{name}{SCALE}", scale.cpu()
 
 
 def _class_of(config: PretrainedConfig) -> Any:

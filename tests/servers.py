@@ -25,6 +25,9 @@ RUNNING: set["Server"] = set()
 class Server:
     """`tinker-server serve` on a free port."""
 
+    patience_s = 400
+    """Seconds in which it has to start."""
+
     def __init__(
         self, data_dir: Path, models: Mapping[str, Path], *arguments: str, checkout: Path | None = None, **settings: Any
     ) -> None:
@@ -53,7 +56,7 @@ class Server:
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **self._environment},
             )
         RUNNING.add(self)
-        timer = threading.Timer(400, self.process.kill)
+        timer = threading.Timer(self.patience_s, self.process.kill)
         timer.start()
         line = present(self.process.stdout).readline()
         timer.cancel()

@@ -7,7 +7,7 @@ import pickle
 import random
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.base_weights.name_map import View
 from backends.base_weights.shared_memory import SharedTensor
-from backends.formats.block_fp8 import BLOCK, SCALE, dequantised
+from backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed, packed_bytes
 from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,11 @@ class InFp8:
 
 
 class Files:
-    """The tensors of a model's safetensors files, by name; those in fp8 as if they were in `dtype`."""
+    """The tensors of a model's safetensors files, by name; those in fp8 packed, if they are of `staying`, or else as if
+    they were in `dtype`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, directory: Path, dtype: torch.dtype, staying: Collection[str] = ()) -> None:
+        self._dtype, self._staying = dtype, staying
         self._opened = ExitStack()
         self._by_name: dict[str, _File] = {}
         index = directory / "model.safetensors.index.json"
@@ -113,11 +114,12 @@ class Files:
     def layouts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and type of each tensor of a type that models compute in."""
         slices = {name: self.slice(name) for name in self.names()}
-        return {
+        found = {
             name: (tuple(one.get_shape()), _DTYPES[one.get_dtype()])
             for name, one in slices.items()
             if one.get_dtype() in _DTYPES
         }
+        return found | {name: ((packed_bytes(*found[name][0]),), torch.uint8) for name in self._staying}
 
     def names(self) -> list[str]:
         """Return all names but those of scales."""
@@ -131,7 +133,11 @@ class Files:
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
-        return self.slice(name)[...]
+        found = self.slice(name)
+        if name in self._staying:
+            assert isinstance(found, InFp8)
+            return packed(found.weight[...], found.scale[...])
+        return found[...]
 
 
 def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
@@ -179,19 +185,25 @@ class BaseTensors:
         return sum(one.nbytes for one in parameters if _storage(one) not in storages)
 
 
-def checked_tensors(directory: Path, base_socket: Path, device: torch.device, dtype: torch.dtype) -> BaseTensors:
-    """Return all tensors of the model's files, mapped where the holder has them, else read into own memory.
+def checked_tensors(
+    directory: Path, base_socket: Path, device: torch.device, dtype: torch.dtype, staying: Collection[str] = ()
+) -> BaseTensors:
+    """Return all tensors of the model's files, mapped where the holder has them, else read into own memory; those of
+    `staying` packed.
 
     Raises BackendFailed where a sample of a mapped tensor is not what the files say: numbers would be wrong.
     """
     views = map_views(base_socket, device)
     mapped, own = {}, {}
-    with Files(directory, dtype) as files:
+    with Files(directory, dtype, staying) as files:
         layouts = files.layouts()
         for name in files.names():
             view = views.get(name)
             if view is not None and _is_as_good(view, layouts[name][1], dtype):
-                require_same(name, view, layouts[name][0], files.slice(name))
+                if name in staying:
+                    _require_same_packed(name, view, files.slice(name))
+                else:
+                    require_same(name, view, layouts[name][0], files.slice(name))
                 mapped[name] = view
             else:
                 log.info("%s: %s has a copy of its own in the trainer", directory, name)
@@ -218,6 +230,15 @@ def require_same(name: str, view: Tensor, shape: Sequence[int], file: TensorInFi
                 f"{name} is not what the files say where it is held (compared at {index or 'all of it'}): the engine"
                 " has laid it out otherwise; start with --base-copies 2"
             )
+
+
+def _require_same_packed(name: str, view: Tensor, file: TensorInFile) -> None:
+    """Do so for a packed tensor: its numbers and its scales."""
+    assert isinstance(file, InFp8)
+    rows, columns = file.get_shape()
+    numbers, scale = halves(view, rows, columns)
+    require_same(name, numbers, file.weight.get_shape(), file.weight)
+    require_same(f"{name}{SCALE}", scale, file.scale.get_shape(), file.scale)
 
 
 def _blocks(name: str, view: Tensor) -> Iterator[tuple[slice, ...]]:

@@ -13,7 +13,7 @@ from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
 from backends.configure.supported import Support
 from backends.families import nemotron_h
-from backends.families.coverage import check_coverage, decoder_linears
+from backends.families.coverage import check_coverage, fp8_linears
 from backends.families.rotation import check_rotation
 from backends.formats import block_fp8
 from backends.formats.model_files import (
@@ -22,12 +22,10 @@ from backends.formats.model_files import (
     fingerprint,
     local_directory,
     quantisation,
-    tensor_layouts,
 )
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Device, Mesh, ModelSpec
 from backends.protocol import BackendFailed
-from backends.trainer.lora.packed_fp8 import packed_bytes
 
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
@@ -131,7 +129,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
     if config.base_precision == "fp8":
-        size = _packed(size, directory, renderer, source)
+        size = _packed(size, directory, renderer)
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
@@ -212,12 +210,10 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     return renderer
 
 
-def _packed(size: ModelSize, directory: Path, renderer: Renderer, source: str) -> ModelSize:
+def _packed(size: ModelSize, directory: Path, renderer: Renderer) -> ModelSize:
     """Return the size of a base whose linears stay in fp8 in a trainer."""
-    linears = decoder_linears(renderer.family, renderer.config, source)
-    layouts = tensor_layouts(directory)
-    shapes = [shape for name, shape in linears.items() if f"{name}{block_fp8.SCALE}" in layouts]
-    num_bytes = sum(packed_bytes(*shape) for shape in shapes)
+    shapes = fp8_linears(renderer.family, renderer.config, str(directory)).values()
+    num_bytes = sum(block_fp8.packed_bytes(*shape) for shape in shapes)
     return replace(size, packed_numbers=sum(rows * columns for rows, columns in shapes), packed_bytes=num_bytes)
 
 

@@ -176,7 +176,7 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
-    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True) + size.unpacking_bytes
+    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True) + size.unpacking_bytes(device)
     if demand.context_parallel > 1:
         microbatch += demand.slice_tokens * size.exchanged_token_bytes
     if size.image_token is not None:
@@ -211,7 +211,9 @@ def buffer_widths(demand: Demand, device: str) -> list[int]:
 def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:
     """Return the least parts of each of so many ranks of an engine. All but its context are vLLM's own part of the
     GPU."""
-    parts = {"base": size.rank_numbers(tensor_parallel) * size.number_bytes}
+    # Ranks of an engine have a base in fp8 dequantised.
+    divided_bytes = size.rank_numbers(tensor_parallel) * size.number_bytes
+    parts = {"base": size.base_bytes if tensor_parallel == 1 else divided_bytes}
     if not size.trains_all:
         parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
     cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, tensor_parallel, device)
@@ -223,6 +225,8 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     step_tokens = max(ENGINE_TOKENS, demand.max_sequences)
     token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
+    if tensor_parallel == 1:
+        parts["step"] += 2 * size.unpacking_bytes(device)  # gate and up are one matrix there
     if size.image_token is not None:
         parts["images"] = size.image_token.forward * step_tokens
     return parts | {"graphs": ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
@@ -232,7 +236,7 @@ def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
     """Return the bytes of a rank's weights: its shard, and what it all-gathers from the others, twice: as received and
     as used; or all of them."""
     if num_ranks == 1 or replicates:
-        return size.base_bytes - size.packed_numbers * size.number_bytes + size.packed_bytes
+        return size.base_bytes
     shared = -(-size.base_bytes // num_ranks) + 2 * size.numbers.all_gathered * size.number_bytes
     return shared if size.trains_all else min(size.base_bytes, shared)
 

@@ -63,9 +63,9 @@ class ModelSize:
     """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
     trains_all: bool = False
     packed_numbers: int = 0
-    """Numbers of the base that a trainer keeps in fp8."""
+    """Numbers of the base that stay in fp8."""
     packed_bytes: int = 0
-    """Bytes that they take there, with their scales."""
+    """Bytes that they take, with their scales."""
     can_be_shared: bool = True
     """True if trainer and engine can map one copy of the base."""
     tensor_parallels: tuple[int, ...] = (1,)
@@ -77,16 +77,16 @@ class ModelSize:
 
     @property
     def base_bytes(self) -> int:
-        """Bytes of one copy of the base."""
-        return self.numbers.base * self.number_bytes
+        """Bytes of one copy of the base that no ranks divide."""
+        return (self.numbers.base - self.packed_numbers) * self.number_bytes + self.packed_bytes
 
-    @property
-    def unpacking_bytes(self) -> int:
-        """Bytes of the largest matrix that is dequantised for a product, with its numbers and scales in float32."""
+    def unpacking_bytes(self, device: str) -> int:
+        """Return the bytes of the largest matrix that is dequantised for a product; on a CPU, also of its numbers and
+        scales in float32."""
         if not self.packed_numbers:
             return 0
         largest = max(one.outputs * one.inputs for one in self.numbers.matrices if not one.in_tower)
-        return largest * (self.number_bytes + 8)
+        return largest * (self.number_bytes + (8 if device == "cpu" else 0))
 
     @property
     def trains_tower(self) -> bool:

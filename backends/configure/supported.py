@@ -107,9 +107,6 @@ class Support:
         config = self.config
         if config.full:
             return "with backend.full the trainer changes its own copy"
-        if config.base_precision is not None:
-            precision = config.base_precision
-            return f"with backend.base_precision {precision} the trainer has the base otherwise than the engine"
         if (config.tensor_parallel or 1) > 1:
             return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
         if self._is_gpt_oss:

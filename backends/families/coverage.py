@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.families.family import Family
 from backends.families.lora_names import trained_modules, trained_parameters
+from backends.formats.block_fp8 import SCALE
+from backends.formats.model_files import tensor_layouts
 from backends.protocol import BackendFailed
 
 
@@ -107,6 +110,13 @@ def decoder_linears(family: Family, config: PretrainedConfig, source: str) -> di
         for name, module in modules.items()
         if isinstance(module, nn.Linear)
     }
+
+
+def fp8_linears(family: Family, config: PretrainedConfig, directory: str) -> dict[str, tuple[int, int]]:
+    """Return those of `decoder_linears` whose weights are in fp8 in the files, in a tensor of their own name."""
+    layouts = tensor_layouts(Path(directory))
+    linears = decoder_linears(family, config, directory)
+    return {name: shape for name, shape in linears.items() if f"{name}{SCALE}" in layouts}
 
 
 def image_token(config: PretrainedConfig, number_bytes: int) -> ImageToken | None:

@@ -1,16 +1,19 @@
 """Published fp8 in blocks: a scale for every 128 by 128 numbers of a matrix, in a tensor of its own beside it.
 
-Trainer, engine and the holder of a base dequantise with the one function here, each tensor as it is read: so all
-compute with the same numbers. Knows neither transformers nor vLLM.
+Trainer, engine and the holder of a base dequantise with the one function here: so all compute with the same numbers.
+They do so with each tensor as it is read, or, if the base stays in fp8, for each product. Then numbers and scales of a
+matrix are one tensor of bytes, packed, which all code that hands weights on can take for a weight. Knows neither
+transformers nor vLLM.
 
-N outputs, K inputs, I and J blocks of them
+N outputs, K inputs, I and J blocks of them, B bytes of a packed matrix
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from backends.formats.model_files import tensor_layouts
 from backends.protocol import BackendFailed
@@ -21,6 +24,8 @@ SCALE = "_scale_inv"
 _WEIGHT, _SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
 """Types in the files."""
 _METHOD = "fp8"
+_ALIGNED = 16
+"""Bytes at a multiple of which numbers begin, by which kernels read them fastest."""
 _KNOWN: dict[str, tuple[list[object], str]] = {
     "weight_block_size": ([[BLOCK, BLOCK]], "one scale for a tensor, or for other blocks, has no test here"),
     "activation_scheme": (["dynamic"], "trainer and engine compute with activations that are not rounded to fp8"),
@@ -79,20 +84,66 @@ def dequantised(weight_NK: Tensor, scale_IJ: Tensor, dtype: torch.dtype) -> Tens
     return weight_NK.float().mul_(scale_NK).to(dtype)
 
 
-def in_full_precision(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the files' tensors by name, those in fp8 dequantised as soon as their scale has come. Raises ValueError if
-    one of the two never comes."""
-    halves: dict[str, dict[str, Tensor]] = {}
+def packed_bytes(num_outputs: int, num_inputs: int) -> int:
+    """Return B of a matrix."""
+    return _aligned(_scale_bytes(num_outputs, num_inputs)) + _aligned(num_outputs * num_inputs)
+
+
+def packed(weight_NK: Tensor, scale_IJ: Tensor) -> Tensor:
+    """Return [B]: the scales in float32, then the numbers, each filled up with zeros."""
+    scales = scale_IJ.float().contiguous().view(-1).view(torch.uint8)
+    numbers = weight_NK.contiguous().view(-1).view(torch.uint8)
+    return torch.cat([_filled(scales), _filled(numbers)])
+
+
+def unpack(weight_B: Tensor, found_NK: Tensor) -> Tensor:
+    """Write the dequantised matrix to `found_NK`, which is contiguous, and return it."""
+    numbers_NK, scale_IJ = halves(weight_B, *found_NK.shape)
+    if not found_NK.is_cuda:
+        return found_NK.copy_(dequantised(numbers_NK, scale_IJ, found_NK.dtype))
+    from backends.kernels.fp8 import dequantise
+
+    return dequantise(numbers_NK, scale_IJ, BLOCK, found_NK)
+
+
+def halves(weight_B: Tensor, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers [N, K] and scales [I, J] of a packed matrix. They share its memory."""
+    num_scale_bytes = _scale_bytes(num_outputs, num_inputs)
+    begin = _aligned(num_scale_bytes)
+    scale_IJ = weight_B[:num_scale_bytes].view(torch.float32).view(-(-num_outputs // BLOCK), -1)
+    numbers = weight_B[begin : begin + num_outputs * num_inputs].view(torch.float8_e4m3fn)
+    return numbers.view(num_outputs, num_inputs), scale_IJ
+
+
+def _scale_bytes(num_outputs: int, num_inputs: int) -> int:
+    return 4 * -(-num_outputs // BLOCK) * -(-num_inputs // BLOCK)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _filled(bytes_: Tensor) -> Tensor:
+    return functional.pad(bytes_, (0, _aligned(len(bytes_)) - len(bytes_)))
+
+
+def joined(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, staying: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the files' tensors by name, those in fp8 as soon as their scale has come: packed, if they are of `staying`,
+    or else dequantised. Raises ValueError if one of the two never comes."""
+    waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         is_scale = name.endswith(SCALE)
         if not is_scale and tensor.dtype != torch.float8_e4m3fn:
             yield name, tensor
             continue
         matrix = name.removesuffix(SCALE)
-        found = halves.setdefault(matrix, {})
+        found = waiting.setdefault(matrix, {})
         found["scale" if is_scale else "weight"] = tensor
         if len(found) == 2:
-            del halves[matrix]
-            yield matrix, dequantised(found["weight"], found["scale"], dtype)
-    if halves:
-        raise ValueError(f"tensors in fp8 or their scales are missing: {', '.join(sorted(halves))}")
+            del waiting[matrix]
+            both = found["weight"], found["scale"]
+            yield matrix, packed(*both) if matrix in staying else dequantised(*both, dtype)
+    if waiting:
+        raise ValueError(f"tensors in fp8 or their scales are missing: {', '.join(sorted(waiting))}")

@@ -4,17 +4,20 @@ import contextlib
 import secrets
 
 import vllm
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from backends.families.coverage import fp8_linears
 from backends.families.family import Vision
 from backends.families.lora_names import ENGINE_MODULES
+from backends.families.registry import find_family
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.patches import for_device, require_as_written
 from backends.protocol import BackendFailed
 from backends.sampler.checks import MAX_TOPK
 from backends.sampler.fair_admission import RESERVE
+from backends.sampler.vllm_patches.block_fp8 import packed_config
 from backends.sampler.vllm_patches.targets import EXECUTOR, PATCHES
 
 VLLM_VERSION = "0.32.0"
@@ -100,6 +103,14 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, object]
     }
 
 
+def stays_in_fp8(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return the names and shapes of the tensors that an engine keeps in fp8, as the trainer does."""
+    if spec.base_precision != "fp8" or spec.tensor_parallel > 1:
+        return {}
+    config = AutoConfig.from_pretrained(spec.directory)
+    return fp8_linears(find_family(config, spec.source), config, spec.directory)
+
+
 def _config_changes(config: ModelSpec) -> dict[str, object]:
     """Return changes of the model's config."""
     changes: dict[str, object] = {}
@@ -107,7 +118,9 @@ def _config_changes(config: ModelSpec) -> dict[str, object]:
         # Logits of 16 to 32 rounded to bfloat16 are 0.03 nats off on average. No copy of the head's weights is made.
         changes["head_dtype"] = "float32"
     if config.is_quantised:
-        changes["quantization_config"] = None  # weights are dequantised as they are read
+        # Weights are dequantised as they are read, or for each product.
+        staying = stays_in_fp8(config)
+        changes["quantization_config"] = packed_config(staying) if staying else None
     return changes
 
 

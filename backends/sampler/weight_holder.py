@@ -38,7 +38,7 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.processes.rpc import KeepWaiting, OnPart, serve
-from backends.sampler.engine import check_version, engine_args, layout_args
+from backends.sampler.engine import check_version, engine_args, layout_args, stays_in_fp8
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             self._shared = share(_parameters(self._loaded).values())
         else:
             super().load_model()
-        with Files(Path(self._spec.directory), self.vllm_config.model_config.dtype) as files:
+        dtype, staying = self.vllm_config.model_config.dtype, stays_in_fp8(self._spec)
+        with Files(Path(self._spec.directory), dtype, staying) as files:
             found = find_views(holder_config(self._spec), files)  # layers are registered with a configuration, once
         held = _parameters(self._loaded)
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
 from backends.families.registry import find_family
+from backends.formats.block_fp8 import packed, packed_bytes
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.lora.linear import lora_linears
-from backends.trainer.lora.packed_fp8 import packed, packed_bytes
 from backends.trainer.model.loading import load
 from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
@@ -161,18 +161,28 @@ def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
 
 @pytest.mark.slow
 async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path: Path) -> None:
-    _, quantised = sources
+    await assert_scored_alike(sources[1], None, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sources", ["Qwen3", "Qwen3-VL"], indirect=True)
+async def test_an_engine_whose_linears_stay_in_fp8_scores_as_the_trainer(sources, tmp_path: Path) -> None:
+    await assert_scored_alike(sources[1], "fp8", tmp_path)
+
+
+async def assert_scored_alike(quantised: Path, precision: Literal["fp8"] | None, tmp_path: Path) -> None:
+    """The engine's scores of the base and of an adapter are the trainer's."""
     renderer = make_renderer(quantised)
     # In which alone the engine has linear attention on the CPU.
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
-    rank = TrainerRank(replace(config(quantised), dtype=dtype), World(0, 1, torch.device("cpu")))
+    spec = replace(config(quantised), dtype=dtype, base_precision=precision)
+    rank = TrainerRank(spec, World(0, 1, torch.device("cpu")))
     for name in ("fresh", "a"):
         rank.create_model(name, LORA)
     perturb(rank, "a")
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
-    running = SamplerPool(
-        replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype), fork_sampler
-    )
+    spec = replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype)
+    running = SamplerPool(replace(spec, base_precision=precision), fork_sampler)
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):

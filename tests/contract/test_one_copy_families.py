@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from backends.base_weights.mapped import Files, map_views
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
+from backends.sampler.engine import stays_in_fp8
 from backends.trainer.distributed import World
 from backends.trainer.model.loading import load
 from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blocks
@@ -59,22 +61,24 @@ def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(fa
 
 
 @pytest.mark.usefixtures("_engine_parts")
-@pytest.mark.parametrize("moe", [False, True])
-def test_a_base_in_fp8_is_held_and_mapped_dequantised(moe: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("moe", "precision"), [(False, None), (True, None), (False, "fp8")])
+def test_a_base_in_fp8_is_held_and_mapped_dequantised_or_as_it_stays(
+    moe: bool, precision: Literal["fp8"] | None, tmp_path: Path
+) -> None:
     source = make_tiny_vl(tmp_path / "model", moe=moe)
     quantised = quantise_in_blocks(source, tmp_path / "quantised")
     for path in [*source.glob("*.safetensors"), *quantised.glob("*.safetensors")]:
         tensors = {name: one.bfloat16() if one.dtype == torch.float32 else one for name, one in load_file(path).items()}
         save_file(tensors, path, {"format": "pt"})
     spec = replace(sampler_config(quantised, tmp_path / "scratch"), dtype="bfloat16", is_quantised=True)
-    spec = held(spec, tmp_path / "base")
-    assert_mapped(spec, quantised, source)
+    spec = held(replace(spec, base_precision=precision), tmp_path / "base")
+    assert_mapped(spec, quantised, source if precision is None else quantised)
 
 
 def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:
     """What is held is what the files in `source` have, and a model of it is that of the files in `whole`."""
     mapped = map_views(spec.base_socket(None), ALONE.device)
-    with Files(source, torch.bfloat16) as files:
+    with Files(source, torch.bfloat16, stays_in_fp8(spec)) as files:
         assert mapped.keys() == set(files.names())
         for name, tensor in mapped.items():
             assert tensor.equal(files.tensor(name).to(tensor.dtype)), name

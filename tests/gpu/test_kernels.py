@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from backends.families.processors import ImageProcessor
+from backends.formats.block_fp8 import dequantised, packed, unpack
 from backends.kernels import log_softmax
 from backends.kernels.delta_rule import CHUNK, packed_delta_rule
 from backends.kernels.rotary import rotate
@@ -69,6 +70,18 @@ def test_logits_that_are_not_finite_are_not_hidden():
     logits = torch.randn(3, 5000, device="cuda")
     logits[0, 4999], logits[1, 3] = torch.nan, torch.inf
     assert log_softmax.normaliser(logits).isfinite().flatten().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (1024, 4096), (130, 140), (7, 300), (257, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_is_dequantised_to_the_bit_as_on_the_host(shape, dtype):
+    made = torch.Generator().manual_seed(0)
+    weight_NK = (torch.randn(shape, generator=made) * 100).to(torch.float8_e4m3fn)
+    scale_IJ = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=made) / 100
+    weight_B = packed(weight_NK, scale_IJ)
+    wanted = dequantised(weight_NK, scale_IJ, dtype)
+    assert torch.equal(unpack(weight_B, torch.empty(shape, dtype=dtype)), wanted)
+    assert torch.equal(unpack(weight_B.cuda(), torch.empty(shape, dtype=dtype, device="cuda")).cpu(), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

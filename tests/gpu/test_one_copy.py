@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -23,6 +24,7 @@ from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.processes.launcher import launch_sampler, launch_trainer
 from backends.protocol import ignore_loading
 from backends.sampler.commands import CountProgress
+from backends.sampler.engine import stays_in_fp8
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
 from benchmarks.shapes import SHAPES, make_model
@@ -151,20 +153,23 @@ async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: s
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("moe", [False, True])
-async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(copies: int, moe: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("moe", "precision"), [(False, None), (True, None), (False, "fp8")])
+async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(
+    copies: int, moe: bool, precision: Literal["fp8"] | None, tmp_path: Path
+) -> None:
     quantised = quantise_in_blocks(make_tiny_vl(tmp_path / "model", moe=moe), tmp_path / "quantised")
     spec = replace(spec_of(quantised, tmp_path / "scratch"), is_quantised=True, base_copies=copies)
+    spec = replace(spec, base_precision=precision)
     async with Parts(spec) as parts:
         if copies == 1:
             mapped = map_views(parts.socket, DEVICE)
-            with Files(quantised, torch.bfloat16) as files:
+            with Files(quantised, torch.bfloat16, stays_in_fp8(spec)) as files:
                 assert mapped.keys() == set(files.names())
                 for name, tensor in mapped.items():
                     assert tensor.cpu().equal(files.tensor(name).to(tensor.dtype)), name
             del mapped
         found = await parts.difference(quantised)
-        print(f"fp8, {copies} copies: mean {found.mean():.4f}, largest {found.max():.4f} nats")
+        print(f"fp8, {copies} copies, {precision}: mean {found.mean():.4f}, largest {found.max():.4f} nats")
         assert found.mean() < MEAN and found.max() < LARGEST
 
 

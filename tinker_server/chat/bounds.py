@@ -7,8 +7,8 @@ billions of states. These bounds limit how large a small body can become.
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from re import _constants as sre_constants
-from re import _parser as sre_parser
+from re import _constants as sre_constants  # type: ignore[attr-defined, unused-ignore]
+from re import _parser as sre_parser  # type: ignore[attr-defined, unused-ignore]
 
 from api_schemas.base import NOTED_BYTES, unstorable
 from tinker_server.errors import BadField

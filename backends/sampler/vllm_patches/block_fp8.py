@@ -1,25 +1,167 @@
-"""Weights in fp8 are dequantised as vLLM reads them, by the trainer's own function: its own fp8 rounds activations too,
-and has no path on the CPU."""
+"""Weights in fp8, with the trainer's numbers: vLLM's own fp8 rounds activations too, and has no path on the CPU.
 
-from collections.abc import Callable, Iterator
+They are dequantised as vLLM reads them. Where the base stays in fp8, linears of the decoder have packed weights instead
+and dequantise them for each product (`formats/block_fp8.py`).
 
+N outputs and K inputs of a linear, B bytes
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.utils import is_weights_pre_processed
 
-from backends.formats.block_fp8 import in_full_precision
+from backends.formats.block_fp8 import joined, packed_bytes, unpack
 from backends.sampler.vllm_patches import targets
 
 Weights = Iterator[tuple[str, Tensor]]
+METHOD = "tinker_packed_fp8"
+_STAYING = "staying"
+_QUERIES = ("q", "k", "v")
+"""As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
 
 
-def _dequantising(read: Callable[..., Weights]) -> Callable[..., Weights]:
+def packed_config(names: Collection[str]) -> dict[str, object]:
+    """Return the quantization_config of a model whose tensors of these names stay in fp8."""
+    return {"quant_method": METHOD, _STAYING: sorted(names)}
+
+
+def _staying(config: Mapping[str, Any] | None) -> Collection[str]:
+    """Return the names in such a config; none of another."""
+    return set(config[_STAYING]) if config is not None and config.get("quant_method") == METHOD else ()
+
+
+@register_quantization_config(METHOD)
+class PackedFp8(QuantizationConfig):  # type: ignore[misc]
+    """Has linears of the decoder keep packed weights."""
+
+    def __init__(self, staying: Collection[str]) -> None:
+        super().__init__()
+        self._staying = {_key(name.removesuffix(".weight")) for name in staying}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PackedFp8":
+        """Make it of a model's quantization_config."""
+        return cls(_staying(config))
+
+    def get_name(self) -> str:
+        """Return the name by which vLLM knows it."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the types of activations."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the least compute capability: Hopper's predecessor converts fp8 in software."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return the files with such a config beside config.json: none."""
+        return []
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """Return how a layer computes; None for those that are no linears."""
+        if not isinstance(layer, LinearBase):
+            return None
+        stem, _, last = _key(prefix).rpartition(".")
+        parts = [f"{stem}.{part}" in self._staying for part in self.packed_modules_mapping.get(last, [last])]
+        return PackedLinear(parts) if any(parts) else UnquantizedLinearMethod()
+
+
+def _key(name: str) -> str:
+    """Return a name from the number of its layer on: vLLM calls what is before otherwise than the files."""
+    return name.partition("layers.")[2]
+
+
+class PackedLinear(LinearMethodBase):  # type: ignore[misc]
+    """A linear whose weight is the bytes of its parts, one behind the other: packed, or as numbers where the file has
+    no fp8."""
+
+    supports_pre_processed_weights = True
+
+    def __init__(self, is_packed: Sequence[bool]) -> None:
+        self._is_packed = is_packed
+        self._outputs: list[int] = []
+        self._inputs = 0
+        self._missing: set[int] = set()
+
+    def create_weights(  # noqa: PLR0913 - as vLLM calls it
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: object,
+    ) -> None:
+        """Give the layer its weight. Raises ValueError for a layer that ranks divide."""
+        if input_size_per_partition != input_size or sum(output_partition_sizes) != output_size:
+            raise ValueError("linears that stay in fp8 are not divided over ranks")
+        if len(output_partition_sizes) != len(self._is_packed):
+            raise ValueError(f"{len(output_partition_sizes)} parts of a linear, and {len(self._is_packed)} names")
+        self._outputs, self._inputs, self._dtype = output_partition_sizes, input_size, params_dtype
+        self._missing = set(range(len(output_partition_sizes)))
+        weight = nn.Parameter(torch.empty(sum(self._sizes()), dtype=torch.uint8), requires_grad=False)
+        weight.weight_loader = self._load  # type: ignore[attr-defined]
+        layer.register_parameter("weight", weight)
+
+    def _sizes(self) -> list[int]:
+        """Return the bytes of each part."""
+        plain = self._inputs * self._dtype.itemsize
+        return [
+            packed_bytes(outputs, self._inputs) if is_packed else outputs * plain
+            for outputs, is_packed in zip(self._outputs, self._is_packed, strict=True)
+        ]
+
+    def _load(self, weight_B: Tensor, loaded: Tensor, part: str | int | None = None) -> None:
+        """Copy a part's tensor of the files. Raises ValueError for one that does not fit."""
+        number = _QUERIES.index(part) if isinstance(part, str) else part or 0
+        if part is None and len(self._outputs) > 1:
+            raise ValueError("a tensor in fp8 of several linears; start without --base-precision")
+        bytes_ = loaded if self._is_packed[number] else loaded.to(self._dtype).contiguous().view(-1).view(torch.uint8)
+        weight_B.data.split(self._sizes())[number].copy_(bytes_)
+        self._missing.discard(number)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Raise ValueError if a part was never loaded."""
+        assert isinstance(layer.weight, Tensor)
+        if self._missing and not layer.weight.is_meta and not is_weights_pre_processed():
+            raise ValueError(f"parts {sorted(self._missing)} of a linear in fp8 are missing in the files")
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map [..., K] to [..., N]."""
+        whole_NK = x.new_empty(sum(self._outputs), self._inputs)
+        weight_B = layer.weight
+        assert isinstance(weight_B, Tensor)
+        parts = zip(whole_NK.split(self._outputs), weight_B.split(self._sizes()), self._is_packed, strict=True)
+        for part_NK, bytes_, is_packed in parts:
+            if is_packed:
+                unpack(bytes_, part_NK)
+            else:
+                part_NK.copy_(bytes_.view(self._dtype).view(part_NK.shape))
+        return functional.linear(x, whole_NK, bias)
+
+
+def _joining(read: Callable[..., Weights]) -> Callable[..., Weights]:
     def get_all_weights(self: DefaultModelLoader, model_config: ModelConfig, model: nn.Module) -> Weights:
-        return in_full_precision(read(self, model_config, model), model_config.dtype)
+        staying = _staying(getattr(model_config.hf_config, "quantization_config", None))
+        return joined(read(self, model_config, model), model_config.dtype, staying)
 
     return get_all_weights
 
 
-def dequantise_fp8() -> None:
+def read_fp8() -> None:
     """Apply the change, once, before a model is loaded."""
-    targets.READ_WEIGHTS.replace(_dequantising(DefaultModelLoader.get_all_weights))
+    targets.READ_WEIGHTS.replace(_joining(DefaultModelLoader.get_all_weights))

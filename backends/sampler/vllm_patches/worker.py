@@ -25,7 +25,7 @@ from backends.patches import for_device, require_as_written
 from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
-from backends.sampler.vllm_patches.block_fp8 import dequantise_fp8
+from backends.sampler.vllm_patches.block_fp8 import read_fp8
 from backends.sampler.vllm_patches.deepseek_v3 import set_latent_norms
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
 from backends.sampler.vllm_patches.gpt_oss import lay_out_experts
@@ -68,7 +68,7 @@ def _patch_process() -> None:
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
     lay_out_experts()
-    dequantise_fp8()
+    read_fp8()
     give_heads_adapters()
     keep_images_whole()
     if is_cpu:

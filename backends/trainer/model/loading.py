@@ -8,7 +8,7 @@ transformers can read is sharded, and only the tensor at hand is ever whole.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from backends.base_weights.mapped import BaseTensors, Files, InFp8, JoinedViews, checked_tensors
+from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
 from backends.families.biased_experts import lay_out_experts
-from backends.families.coverage import decoder_linears
+from backends.families.coverage import fp8_linears
 from backends.families.family import Family
 from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
 from backends.families.nemotron_h import unlimit_time_steps
@@ -34,7 +34,7 @@ from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root, World, shard
-from backends.trainer.lora.packed_fp8 import PackedLinear, packed
+from backends.trainer.lora.packed_fp8 import PackedLinear
 from backends.trainer.model import attention
 from backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
 
@@ -78,13 +78,13 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     dtype = getattr(torch, config.dtype)
     by_heads = world.context.size > 1
     attention_name = family.attention(attention.implementation(world.device, dtype, by_heads=by_heads))
-    tensors = None if config.base_dir is None else _mapped(config, world, dtype)
-    packed_names = _packed_names(config, family) if config.base_precision == "fp8" else []
+    staying = _staying(config, family) if config.base_precision == "fp8" else {}
+    tensors = None if config.base_dir is None else _mapped(config, world, dtype, staying)
     shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
         arguments: dict[str, object] = {"dtype": dtype, "attn_implementation": attention_name}
-        model, found = _model(config, family, tensors, packed_names, arguments)
+        model, found = _model(config, family, tensors, staying, arguments)
     finally:
         hook.remove()
     _check(found, config.directory)
@@ -92,8 +92,8 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     del shards  # it would keep what is laid out anew
     lay_out_experts(model, own, dtype)
     unlimit_time_steps(model)
-    if packed_names:
-        _pack_linears(config, packed_names, model, own, world.device)
+    if staying:
+        _pack_linears(config, staying, tensors, model, own, world.device)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
@@ -105,28 +105,30 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     return root
 
 
-def _mapped(config: ModelSpec, world: World, dtype: torch.dtype) -> BaseTensors:
+def _mapped(config: ModelSpec, world: World, dtype: torch.dtype, staying: Collection[str]) -> BaseTensors:
     """Return the files' tensors, of the holder on this rank's GPU."""
     gpus = config.placement.gpus
     base_socket = config.base_socket(gpus[world.machine.rank] if gpus else None)
-    return checked_tensors(Path(config.directory), base_socket, world.device, dtype)
+    return checked_tensors(Path(config.directory), base_socket, world.device, dtype, staying)
 
 
 def _model(
     spec: ModelSpec,
     family: Family,
     tensors: BaseTensors | None,
-    packed_names: Sequence[str],
+    staying: Mapping[str, tuple[int, int]],
     arguments: dict[str, object],
 ) -> tuple[PreTrainedModel, Found]:
-    """Return transformers' model, and how it found the files to differ. Tensors of `packed_names` are not loaded."""
+    """Return transformers' model, and how it found the files to differ. Tensors of `staying`, which have these shapes,
+    are not loaded."""
     # Mismatched sizes are named by `_check`.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     config = AutoConfig.from_pretrained(spec.directory)
     is_quantised = quantisation(config) is not None
     is_fp8 = is_quantised and config.model_type != GPT_OSS
+    stand_ins = {name: _StandIn(shape, getattr(torch, spec.dtype)) for name, shape in staying.items()}
     if tensors is not None:
-        state: Mapping[str, Tensor] = {**tensors.mapped, **tensors.own}
+        state: Mapping[str, Readable] = {**tensors.mapped, **tensors.own, **stand_ins}
         with JoinedViews(tensors.mapped):  # which joins nothing in transformers' threads
             state = {name: one[...] for name, one in with_stacked_experts(state).items()} if is_fp8 else state
             return _made_of(state, family, config, arguments)
@@ -135,19 +137,16 @@ def _model(
         dtype = getattr(torch, spec.dtype)
         with Files(Path(spec.directory), dtype) as files:
             slices: dict[str, Readable] = {name: files.slice(name) for name in files.names()}
-            slices |= {name: _StandIn(tuple(files.slice(name).get_shape()), dtype) for name in packed_names}
-            return _made_of(with_stacked_experts(slices), family, config, arguments)
+            return _made_of(with_stacked_experts(slices | stand_ins), family, config, arguments)
     if is_quantised:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
     model, found = family.model_class.from_pretrained(spec.directory, **arguments)
     return model, found
 
 
-def _packed_names(spec: ModelSpec, family: Family) -> list[str]:
-    """Return the names of the tensors that stay in fp8. Raises BackendFailed if there are none."""
-    linears = decoder_linears(family, AutoConfig.from_pretrained(spec.directory), spec.directory)
-    with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
-        found = [name for name in files.names() if name in linears and isinstance(files.slice(name), InFp8)]
+def _staying(spec: ModelSpec, family: Family) -> dict[str, tuple[int, int]]:
+    """Return the names and shapes of the tensors that stay in fp8. Raises BackendFailed if there are none."""
+    found = fp8_linears(family, AutoConfig.from_pretrained(spec.directory), spec.directory)
     if not found:
         raise BackendFailed(
             f"{spec.directory}: no linear of the decoder has a tensor in fp8 of its own name; start without"
@@ -167,19 +166,23 @@ class _StandIn:
         return torch.zeros((), dtype=self.dtype).expand(self.shape)
 
 
-def _pack_linears(
-    spec: ModelSpec, names: Sequence[str], model: PreTrainedModel, own: dict[str, Tensor], device: torch.device
+def _pack_linears(  # noqa: PLR0913
+    spec: ModelSpec,
+    staying: Collection[str],
+    tensors: BaseTensors | None,
+    model: PreTrainedModel,
+    own: dict[str, Tensor],
+    device: torch.device,
 ) -> None:
     """Replace the linears whose tensors stay in fp8, and these tensors in `own`."""
-    with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
-        for name in names:
-            tensor = files.slice(name)
-            assert isinstance(tensor, InFp8)
+    found = {} if tensors is None else {**tensors.mapped, **tensors.own}
+    with Files(Path(spec.directory), getattr(torch, spec.dtype), staying) as files:
+        for name in staying:
             module = name.removesuffix(".weight")
             linear = model.get_submodule(module)
             assert isinstance(linear, nn.Linear)
             model.set_submodule(module, PackedLinear(linear))
-            own[name] = packed(tensor.weight[...], tensor.scale[...]).to(device)
+            own[name] = (found[name] if name in found else files.tensor(name)).to(device)
 
 
 def _made_of(

@@ -12,8 +12,8 @@ from torch import Tensor
 from backends.base_weights.mapped import Files
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
-from backends.configure.memory_plan import Machine, trainer_parts
-from backends.formats.block_fp8 import check_files, dequantised, in_full_precision
+from backends.configure.memory_plan import Machine, engine_parts, trainer_parts
+from backends.formats.block_fp8 import check_files, dequantised, halves, joined, packed, packed_bytes, unpack
 from backends.formats.model_files import fingerprint
 from backends.protocol import BackendFailed
 from tests.factories import present
@@ -62,16 +62,33 @@ def test_rows_of_a_file_are_those_of_the_whole(shape: tuple[int, ...], tmp_path:
             assert files.slice("w")[index].equal(whole[index]), begin
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (130, 140), (7, 300), (257, 16)])
+def test_a_packed_matrix_has_its_numbers_and_scales(shape: tuple[int, int]) -> None:
+    weight, scale = made(*shape)
+    weight_B = packed(weight, scale)
+    assert weight_B.dtype == torch.uint8 and weight_B.nbytes == packed_bytes(*shape)
+    numbers, scales = halves(weight_B, *shape)
+    assert numbers.view(torch.uint8).equal(weight.view(torch.uint8)) and scales.equal(scale.float())
+    assert unpack(weight_B, torch.empty(shape)).equal(by_definition(weight, scale))
+
+
+def test_tensors_that_stay_in_fp8_are_read_packed() -> None:
+    weight, scale = made(130, 140)
+    pairs = [("a", weight), ("b", weight), ("a_scale_inv", scale), ("b_scale_inv", scale)]
+    read = dict(joined(pairs, torch.float32, {"b"}))
+    assert read["a"].equal(by_definition(weight, scale)) and read["b"].equal(packed(weight, scale))
+
+
 def test_scales_may_come_before_or_long_after_their_tensors() -> None:
     weight, scale = made(130, 140)
     other = torch.ones(2)
     pairs = [("a", weight), ("b_scale_inv", scale), ("other", other), ("b", weight), ("a_scale_inv", scale)]
-    read = dict(in_full_precision(pairs, torch.float32))
+    read = dict(joined(pairs, torch.float32))
     assert list(read) == ["other", "b", "a"] and read["other"] is other
     assert read["a"].equal(by_definition(weight, scale)) and read["b"].equal(read["a"])
     for half in pairs[:2]:
         with pytest.raises(ValueError, match=r"tensors in fp8 or their scales are missing: [ab]$"):
-            list(in_full_precision([half], torch.float32))
+            list(joined([half], torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -119,12 +136,17 @@ def test_the_plan_counts_linears_that_stay_in_fp8_by_their_bytes(tmp_path: Path)
         for one in (None, "fp8")
     )
     weights = load_file(quantised / "model.safetensors")
-    in_fp8 = [tensor for tensor in weights.values() if tensor.dtype == torch.float8_e4m3fn]
-    saved = sum((4 - 1) * tensor.numel() - 4 for tensor in in_fp8)  # each is one block
+    matrices = [tensor for tensor in weights.values() if tensor.dtype == torch.float8_e4m3fn]
+    saved = sum((4 - 1) * tensor.numel() - 16 for tensor in matrices)  # each is one block
     assert found.spec.base_precision == "fp8" and found.spec.base_copies == 2
-    assert found.size.base_bytes == whole.size.base_bytes  # the engine's
-    parts = [trainer_parts(one.size, present(one.demand), 1, True, "cpu")["base"] for one in (whole, found)]
-    assert parts[0] - parts[1] == saved > 0
+    demands = [(one.size, present(one.demand)) for one in (whole, found)]
+    for in_bfloat16, in_fp8 in (
+        [trainer_parts(*one, 1, True, "cpu")["base"] for one in demands],
+        [engine_parts(*one, 1, "cpu")["base"] for one in demands],
+    ):
+        assert in_bfloat16 - in_fp8 == saved > 0
+    divided = [engine_parts(*one, 2, "cpu")["base"] for one in demands]
+    assert divided[0] == divided[1]  # ranks of an engine have it dequantised
 
 
 @pytest.mark.parametrize(
@@ -135,7 +157,6 @@ def test_the_plan_counts_linears_that_stay_in_fp8_by_their_bytes(tmp_path: Path)
         ({}, make_tiny_qwen3_5, "it has not been compared with linear attention"),
         ({"train_vision": True}, make_tiny_vl, "it has not been compared with backend.train_vision"),
         ({"cluster": True}, make_tiny_text, "it has not been compared on several machines"),
-        ({"base_copies": 1}, make_tiny_text, "with backend.base_precision fp8 the trainer has the base otherwise"),
         ({"ranks": 2}, make_tiny_text, "not supported on 2 ranks"),
     ],
 )
