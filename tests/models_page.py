@@ -150,8 +150,9 @@ NOTES = """
   On two H100s in bfloat16, a tiny Qwen3-VL was as near float32 as on one.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
   Nemotron. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
-  of any other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is
-  not used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and
+  of any other base. In memory, the base has twice the size of its files; the plan says so. With `--base-precision fp8`
+  the decoder's linears stay in fp8 in both, and are dequantised for each product. vLLM's own fp8 is not used, since it
+  also rounds activations. Edges that 128 does not divide, modules that were not converted, and
   experts in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL,
   its MoE, Qwen3.5 MoE and DeepSeek-V3; on an H100, of Qwen3-VL and its MoE, with one copy of the base and with two.
   No published file has been loaded yet. An adapter is trained on the dequantised numbers; nobody has measured how its
