@@ -1,7 +1,8 @@
 """The gated delta rule of a packed microbatch on CUDA, in 16 bits, as one operator that compiled layers call.
 
-The kernels are flash-linear-attention's, in chunks of 64 tokens (Yang et al., arXiv 2412.06464, section 3.3); no chunk
-holds two samples. They read where samples begin from the device alone, so that a graph serves samples of any lengths.
+The kernels are flash-linear-attention's and one of our own, `delta_rule_gradients.py`, in chunks of 64 tokens (Yang et
+al., arXiv 2412.06464, section 3.3); no chunk holds two samples. They read where samples begin from the device alone, so
+that a graph serves samples of any lengths.
 
 T tokens of a microbatch, S samples, H heads, K and V widths of a key and a value, C tokens of a chunk, R chunks
 """
@@ -27,8 +28,6 @@ _TESTED_LENGTHS = (130, 1, 2003, 64, 67)
 """Samples by which the kernels are tested; the longest is not compared."""
 _CLOSE, _SMALL = 0.05, 1e-3
 """Bound of a difference, as a part of the norm; and what is as good as 0."""
-_CHUNKS_AT_ONCE = 256
-"""Chunks of which `_of_queries_and_keys` has the intermediate products at once: 0.5 GiB of 32 heads of 128."""
 _TUNED: dict[str, tuple[dict[str, int], int, int]] = {
     "ops.utils.cumsum:chunk_local_cumsum_scalar_kernel": ({}, 4, 3),
     "ops.gated_delta_rule.chunk_fwd:chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 2, 3),
@@ -133,6 +132,8 @@ def packed_delta_rule_backward(  # noqa: PLR0913
 def _gradients(
     grad_THV: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], saved: tuple[Tensor, Tensor], cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from backends.kernels.delta_rule_gradients import of_queries_and_keys  # Triton is there only with CUDA
+
     (query_THK, key_THK, value_THV, beta_TH), (passed_TH, solved_THC) = inputs, saved
     bounds, indices = chunk_indices(cu_seqlens, len(query_THK))
     lengths = {"cu_seqlens": bounds, "chunk_indices": indices}
@@ -149,71 +150,18 @@ def _gradients(
         q=q, k=k, w=w, g=g, h0=None, dht=None, do=grad, dv=of_new, scale=scale, **lengths
     )
     tensors = q[0], k[0], new[0], g[0], grad[0], of_new[0], states[0], of_states[0]
-    of_query, of_key, of_w, of_decay = _of_queries_and_keys(tensors, bounds, indices)
+    of_query, of_key, of_w, of_decay = of_queries_and_keys(tensors, bounds, indices, CHUNK)
     of_key_too, of_value, of_beta, of_decay_too = kernels.prepare_wy_repr_bwd(
         k=k, v=v, beta=beta, g=g, A=solved, dw=of_w[None], du=of_new, **lengths
     )
     of_decay = kernels.chunk_local_cumsum((of_decay + of_decay_too[0])[None], chunk_size=CHUNK, reverse=True, **lengths)
     return (
-        of_query.to(query_THK.dtype),
+        of_query,
         (of_key + of_key_too[0]).to(key_THK.dtype),
         of_value[0].to(value_THV.dtype),
         of_decay[0].to(passed_TH.dtype),
         of_beta[0].to(beta_TH.dtype),
     )
-
-
-def _of_queries_and_keys(
-    tensors: tuple[Tensor, ...], bounds: Tensor, indices: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries and keys in the products of a chunk [T, H, K] float32, of `w` [T, H, K], and of
-    the accumulated decay [T, H] float32.
-
-    `tensors`: query, key, new values, accumulated decay (base 2), the gradients of the output and of the new values,
-    and each chunk's state [R, H, K, V] and its gradient. In plain torch, as flash-linear-attention computes it: its own
-    kernel for this gives wrong numbers on Hopper with Triton from 3.4 to 3.7.0.
-    """
-    *of_tokens, states, of_states = tensors
-    query_THK = of_tokens[0]
-    (num_tokens, num_heads, size), scale = query_THK.shape, query_THK.shape[-1] ** -0.5
-    sample_R, number_R = indices.unbind(1)
-    place_C = torch.arange(CHUNK, device=bounds.device)
-    token_RC = (bounds[sample_R] + number_R * CHUNK)[:, None] + place_C
-    is_token_RC = token_RC < bounds[sample_R + 1][:, None]
-    token_RC = torch.where(is_token_RC, token_RC, num_tokens)
-    found = [
-        query_THK.new_zeros(num_tokens + 1, num_heads, size, dtype=dtype)
-        for dtype in (torch.float32, torch.float32, query_THK.dtype)
-    ]
-    of_decay = query_THK.new_zeros(num_tokens + 1, num_heads, dtype=torch.float32)
-    padded = [F.pad(one, (0, 0) * (one.dim() - 1) + (0, 1)) for one in of_tokens]
-    for begin in range(0, len(indices), _CHUNKS_AT_ONCE):
-        rows = slice(begin, begin + _CHUNKS_AT_ONCE)
-        token_rC, is_token_rC = token_RC[rows], is_token_RC[rows]
-        q, k, v, g, do, dv = (one[token_rC].transpose(1, 2).contiguous() for one in padded)  # [r, H, C, ...]
-        h, dh = states[rows], of_states[rows]
-        last_r1 = (is_token_rC.sum(1, keepdim=True) - 1).clamp(min=0)
-        last_rH1 = g.gather(2, last_r1[:, None].expand(-1, num_heads, -1))
-        seen_r1CC = (is_token_rC[:, :, None] & (place_C[:, None] >= place_C))[:, None]
-        scores = _product(do, v.mT) * (g[..., :, None] - g[..., None, :]).exp2() * scale
-        scores = scores.masked_fill(~seen_r1CC, 0).to(q.dtype)
-        of_query = _product(do, h.mT) * g.exp2()[..., None] * scale + _product(scores, k)
-        until_end = (last_rH1 - g).exp2().masked_fill(~is_token_rC[:, None], 0)
-        of_key = _product(v, dh.mT) * until_end[..., None]
-        of_last = (h.float() * dh.float()).sum((2, 3)) * last_rH1[..., 0].exp2() + (of_key * k).sum((2, 3))
-        of_key = of_key + _product(scores.mT, q)
-        of_passed = (of_query * q).sum(-1) - (of_key * k).sum(-1)
-        of_passed = of_passed.scatter_add(2, last_r1[:, None].expand(-1, num_heads, -1), of_last[..., None])
-        of_w = -_product(dv, h.mT)
-        for total, part in zip([*found, of_decay], [of_query, of_key, of_w, of_passed], strict=True):
-            total[token_rC] = part.transpose(1, 2).to(total.dtype)
-    return found[0][:-1], found[1][:-1], found[2][:-1], of_decay[:-1]
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply two stacks of matrices in 16 bits; return [r, H, M, N], accumulated in float32."""
-    shape = (*left.shape[:2], left.shape[2], right.shape[3])
-    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32).view(shape)
 
 
 @functools.cache

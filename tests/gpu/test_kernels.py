@@ -14,11 +14,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_
 from backends.families.processors import ImageProcessor
 from backends.formats.block_fp8 import dequantised, packed, unpack
 from backends.kernels import log_softmax
-from backends.kernels.delta_rule import CHUNK, packed_delta_rule
+from backends.kernels.delta_rule import CHUNK, chunk_indices, packed_delta_rule
+from backends.kernels.delta_rule_gradients import of_queries_and_keys
 from backends.kernels.rotary import rotate
 from backends.sampler.vllm_patches.float32_residual import add_and_norm
 from backends.trainer.lora.experts import _add_grouped_product
 from backends.trainer.lora.linear import add_product, scaled
+from tests import delta_rule
 from tests.models import make_tiny_internvl
 
 pytestmark = pytest.mark.gpu
@@ -187,6 +189,65 @@ def test_each_packed_sample_has_a_state_of_its_own(lengths, heads, size, width):
         for name, part, whole in zip("oqkvgb", (one[begin:end].double() for one in found), wanted, strict=True):
             # A single token's decay changes nothing.
             assert (part - whole).norm() < 0.02 * whole.norm() + 2e-3 * whole.numel() ** 0.5, (name, end - begin)
+
+
+def within_chunks(lengths: list[int], heads: int, size: int, width: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """What `of_queries_and_keys` takes, in float32. Three more samples have no tokens; the states of chunks that are
+    left over are not finite."""
+    made, total = torch.Generator("cuda").manual_seed(sum(lengths)), sum(lengths)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=made)
+
+    ends = torch.tensor([0, *lengths, 0, 0, 0], device="cuda").cumsum(0, dtype=torch.int32)
+    bounds, indices = chunk_indices(ends, total)
+    query, key = (F.normalize(random(total, heads, size), dim=-1) for _ in range(2))
+    decay = -random(total, heads).abs()
+    for begin, end in pairwise(ends.tolist()):
+        for one in decay[begin:end].split(CHUNK):
+            one.copy_(one.cumsum(0))
+    new, grad, of_new = (random(total, heads, width) for _ in range(3))
+    states, of_states = (0.3 * random(len(indices), heads, size, width) for _ in range(2))
+    for one in (states, of_states):
+        one[indices[:, 0] == len(bounds) - 2] = torch.nan
+    return (query, key, new, decay, grad, of_new, states, of_states), bounds, indices
+
+
+def in_16_bits(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """All but the decay."""
+    return tuple(one if place == 3 else one.to(dtype) for place, one in enumerate(tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "size", "width"), [(4, 128, 128), (2, 64, 128), (3, 16, 16), (2, 96, 48)])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_gradients_of_queries_and_keys_within_chunks_are_those_of_plain_torch(lengths, heads, size, width, dtype):
+    tensors, bounds, indices = within_chunks(lengths, heads, size, width)
+    tensors = in_16_bits(tensors, dtype)
+    found = of_queries_and_keys(tensors, bounds, indices, CHUNK)
+    assert [one.dtype for one in found] == [dtype, torch.float32, dtype, torch.float32]
+    expected = delta_rule.of_queries_and_keys(tensors, bounds, indices)
+    for name, one, other in zip(("query", "key", "w", "decay"), found, expected, strict=True):
+        for begin, end in pairwise(bounds.tolist()):
+            part, whole = one[begin:end].double(), other[begin:end].double()
+            # Rounding to bfloat16 makes 0.0017. A score may be rounded to its other neighbour.
+            assert (part - whole).norm() <= 5e-3 * whole.norm() + 1e-5 * whole.numel() ** 0.5, (name, end - begin)
+
+
+@pytest.mark.parametrize("not_finite", [torch.nan, torch.inf])
+def test_gradients_within_chunks_of_a_sample_that_is_not_finite_leave_others_as_they_are(not_finite):
+    tensors, bounds, indices = within_chunks([70, 3, 65, 200], 4, 128, 128)
+    tensors = in_16_bits(tensors, torch.bfloat16)
+    expected = of_queries_and_keys(tensors, bounds, indices, CHUNK)
+    for one in tensors[:6]:
+        one[70:73] = not_finite
+    for one in tensors[6:]:
+        one[indices[:, 0] == 1] = not_finite
+    others = torch.ones(338, dtype=torch.bool, device="cuda")
+    others[70:73] = False
+    for one, other in zip(of_queries_and_keys(tensors, bounds, indices, CHUNK), expected, strict=True):
+        assert torch.equal(one[others], other[others])
+        assert not one[~others].isfinite().any()
 
 
 def test_a_packed_sample_that_is_not_finite_leaves_others_as_they_are():

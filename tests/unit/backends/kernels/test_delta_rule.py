@@ -1,4 +1,4 @@
-"""What the delta rule on CUDA computes in plain torch, in float64. `tests/gpu/test_kernels.py` tests its kernels."""
+"""What the delta rule's kernels on CUDA are tested by, in float64. `tests/gpu/test_kernels.py` tests them."""
 
 import math
 from itertools import accumulate, pairwise
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backends.kernels import delta_rule
 from backends.kernels.delta_rule import CHUNK, chunk_indices
+from tests.delta_rule import of_queries_and_keys
 
 HEADS, KEY, VALUE = 2, 5, 3
 
@@ -48,10 +49,8 @@ def test_the_recurrence_that_kernels_are_tested_by_has_autograds_gradients() -> 
         assert (one - other).norm() < 1e-5 * other.norm()
 
 
-def test_gradients_within_chunks_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_within_chunks_are_those_of_autograd() -> None:
     """Of samples that end within a chunk, with it, and have one token; states of chunks without tokens are not read."""
-    monkeypatch.setattr(delta_rule, "_product", torch.matmul)
-    monkeypatch.setattr(delta_rule, "_CHUNKS_AT_ONCE", 2)
     torch.manual_seed(0)
     ends = [0, *accumulate([130, 1, 64, 70])]
     num_tokens, scale = ends[-1], KEY**-0.5
@@ -85,7 +84,7 @@ def test_gradients_within_chunks_are_those_of_autograd(monkeypatch: pytest.Monke
         for tensors in ([one.detach() for one in news], [one.grad for one in news if one.grad is not None])
     )
     of_tokens = [query.detach(), key.detach(), new, passed.detach() / math.log(2), grad_THV, of_new]
-    found = delta_rule._of_queries_and_keys((*of_tokens, states, of_states), bounds, indices)
+    found = of_queries_and_keys((*of_tokens, states, of_states), bounds, indices)
     for one, other in zip(found, inputs, strict=True):
         assert other.grad is not None
         assert (one - other.grad).norm() < 1e-6 * other.grad.norm()
