@@ -67,6 +67,7 @@ def main() -> None:
         switches = [*shlex.split(given.server), *(["--base-precision", "fp8"] if given.fp8 else [])]
         print(f"{torch.cuda.get_device_name()}, {peak / 1e12:.0f} TFLOP/s", flush=True)
         server = Server(scratch / "data", {NAME: model}, "--device", "cuda", *switches)
+        server.patience_s = 900  # large bases take minutes
         try:
             for start in ("first",) if given.once else ("first", "second"):
                 if start == "second":

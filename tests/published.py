@@ -46,8 +46,8 @@ def _experts(count: int, chosen: int, inner: int) -> Config:
 
 
 def _qwen3_moe(*sizes: int, **other: Any) -> Config:
-    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4}
-    return _qwen3(*sizes, **{**kind, **other})
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    return _qwen3(*sizes, **{**kind, "num_key_value_heads": 4, "norm_topk_prob": True, **other})
 
 
 def _tower(depth: int, hidden: int, inner: int, width: int) -> Config:

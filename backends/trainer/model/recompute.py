@@ -20,6 +20,8 @@ from backends.kernels.varlen_attention import LONG
 GIB = 2**30
 MEASURED_TOKENS = (1024, LONG)
 """Tokens of the two microbatches that give the constant and the amount per token: a short sample and a long one."""
+LEAST_MEASURED_TOKENS = 128
+"""Tokens of the shortest of them, for a large base."""
 MARGIN = 0.05
 """Part of the memory that stays free: fragments, and operations larger than those measured."""
 
@@ -101,7 +103,9 @@ class Memory:
             return torch.cuda.max_memory_allocated(self._device) - before
 
         short, long = MEASURED_TOKENS
-        of_short, of_long, of_least = peak(short, 0), peak(long, 0), peak(long, num_layers)
+        while (of_short := peak(short, 0)) * long / short > self._free_bytes and short > LEAST_MEASURED_TOKENS:
+            short, long = short // 2, long // 2  # the long one would not fit without checkpointing
+        of_long, of_least = peak(long, 0), peak(long, num_layers)
         per_token = (of_long - of_short) / (long - short)
         return ActivationCosts(
             constant=max(0.0, of_short - per_token * short),
