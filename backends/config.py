@@ -64,7 +64,7 @@ class BackendConfig(BaseModel):
     3 with images, DeepSeek-V3 and quantised bases, and with cluster."""
     base_precision: Literal["fp8"] | None = None
     """fp8: if the files of a base are in fp8 by blocks, trainers, and engines of one GPU, keep its linears so, and
-    dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are the same."""
+    dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are equal."""
     full: bool = False
     """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
