@@ -17,12 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import psutil
+import pynvml
 import tinker
 import tinker.types as types
 import torch
@@ -59,13 +62,12 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         scratch, shape = Path(folder), replace(SHAPES[given.shape], num_layers=given.layers)
-        peak = peak_flops()
         model = given.model or scratch / "model"
-        if not (model / "config.json").exists():
-            make_model(model, shape, in_fp8=given.fp8)
-        torch.cuda.empty_cache()
+        # In a process that ends: this one has no context on the GPU, for which no plan has room.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            card, peak = other.submit(prepare, model, shape, given.fp8).result()
         switches = [*shlex.split(given.server), *(["--base-precision", "fp8"] if given.fp8 else [])]
-        print(f"{torch.cuda.get_device_name()}, {peak / 1e12:.0f} TFLOP/s", flush=True)
+        print(f"{card}, {peak / 1e12:.0f} TFLOP/s", flush=True)
         server = Server(scratch / "data", {NAME: model}, "--device", "cuda", *switches)
         server.patience_s = 900  # large bases take minutes
         try:
@@ -90,6 +92,14 @@ def main() -> None:
             print(*(line for line in server.log.read_text().splitlines() if "GiB" in line), sep="\n")
 
 
+def prepare(model: Path, shape: Shape, in_fp8: bool) -> tuple[str, float]:
+    """Make the weights if they are not there. Return the GPU's name, and its rate of products."""
+    if not (model / "config.json").exists():
+        make_model(model, shape, in_fp8=in_fp8)
+    torch.cuda.empty_cache()
+    return torch.cuda.get_device_name(), peak_flops()
+
+
 def first_answer(server: Server, start: str) -> None:
     """Start the server, and time it to the first sample of its base."""
     began = time.perf_counter()
@@ -101,9 +111,11 @@ def first_answer(server: Server, start: str) -> None:
 
 
 def print_memory() -> None:
-    """Print what all processes together have of the GPU, but for this one's context."""
-    free, total = torch.cuda.mem_get_info()
-    print(f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken", flush=True)
+    """Print what all processes together have of each GPU."""
+    pynvml.nvmlInit()
+    for number in range(pynvml.nvmlDeviceGetCount()):
+        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(number))
+        print(f"GPU {number}: {memory.used / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are taken", flush=True)
 
 
 def sample(server: Server, rounds: int, num_adapters: int) -> None:

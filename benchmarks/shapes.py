@@ -1,7 +1,7 @@
 """Models in the shape of published ones, with random weights and a tiny model's tokenizer and processor."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from backends.formats.block_fp8 import BLOCK, SCALE
-from tests.models import make_tiny_gpt_oss, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, transpose_experts
+from tests.models import make_tiny_gpt_oss, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl
 from tests.published import COOKBOOK, OTHERS, Config
 
 CONTEXT = 262144
@@ -31,6 +31,8 @@ _TINY: dict[str, Callable[[Path], Path]] = {
     "gpt_oss": make_tiny_gpt_oss,
 }
 """By model type; others are text alone."""
+_AS_IN_MEMORY = ("llama", "qwen3", "qwen3_vl", "qwen3_vl_moe")
+"""Model types whose files name tensors as the model in memory does."""
 _SECTIONS = {
     "qwen3_vl": [24, 20, 20],
     "qwen3_vl_moe": [24, 20, 20],
@@ -121,7 +123,10 @@ SHAPES = {
 
 def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
     """Make random weights on a GPU, in bfloat16, and write them with the tiny model's tokenizer and processor.
-    `in_fp8`: the linears of a dense decoder in fp8 by blocks, one after the other, so that a GPU never has them all."""
+
+    `in_fp8`: those of the linears of a dense decoder in fp8 by blocks. Kinds of `_AS_IN_MEMORY` are made and written
+    layer by layer, so that neither the GPU nor main memory has all of them.
+    """
     make_tiny = _TINY.get(shape.model_type) or partial(make_tiny_of, shape.model_type)
     make_tiny(directory)
     written = json.loads((directory / "config.json").read_text())
@@ -129,8 +134,8 @@ def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
     for old in directory.glob("*.safetensors*"):
         old.unlink()
     config = shape._known(ids)
-    if in_fp8:
-        return _write_fp8(directory, config)
+    if in_fp8 or config.model_type in _AS_IN_MEMORY:
+        return _write_layers(directory, config, in_fp8=in_fp8)
     with torch.device("cuda", 0):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
     # Random layers of linear attention make rounding large: each adds less to the stream, as in GPT-2's start.
@@ -139,56 +144,56 @@ def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
                 adds = ".layers." in name and name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight"))
-                parameter.normal_(0, inputs**-0.5 * (part if adds else 1.0))
+                parameter.normal_(0, _inputs(parameter) ** -0.5 * (part if adds else 1.0))
     model.save_pretrained(directory)
-    if shape.model_type == "qwen3_vl_moe":
-        transpose_experts(directory)
     return directory
 
 
-def _write_fp8(directory: Path, config: PretrainedConfig) -> Path:
+def _inputs(parameter: Tensor) -> int:
+    """Return the numbers by which an output is computed."""
+    return parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+
+
+def _write_layers(directory: Path, config: PretrainedConfig, *, in_fp8: bool) -> Path:
     with torch.device("meta"):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
     model.config.save_pretrained(directory)
     path = directory / "config.json"
-    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    written = {
-        **json.loads(path.read_text()),
-        "architectures": [type(model).__name__],
-        "quantization_config": quantised,
-    }
+    written = {**json.loads(path.read_text()), "architectures": [type(model).__name__]}
+    if in_fp8:
+        block = {"weight_block_size": [BLOCK, BLOCK]}
+        written["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", **block}
     path.write_text(json.dumps(written))
+    layers = model.get_decoder().layers
+    inside = {id(one): number for number, layer in enumerate(layers) for one in layer.parameters()}
+    groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(inside.get(id(parameter), len(layers)), []).append((name, parameter))
     files: dict[str, str] = {}
-    for number, layer in enumerate([*model.get_decoder().layers, None]):
-        parts = dict(_random_fp8(model, layer))
-        name = f"model-{number:05}.safetensors"
-        save_file(parts, directory / name, {"format": "pt"})
-        files |= dict.fromkeys(parts, name)
+    for number, parameters in groups.items():
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in parameters:
+            tensors |= _random(name, parameter, in_fp8=in_fp8 and number < len(layers))
+        save_file(tensors, directory / f"model-{number:05}.safetensors", {"format": "pt"})
+        files |= dict.fromkeys(tensors, f"model-{number:05}.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return directory
 
 
-def _random_fp8(model: PreTrainedModel, layer: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the random tensors of a layer of the decoder, or of all that is in none."""
-    inside = {id(one) for each in model.get_decoder().layers for one in each.parameters()}
-    chosen = {id(one) for one in layer.parameters()} if layer is not None else set()
-    for name, one in model.named_parameters():
-        if (id(one) not in chosen) if layer is not None else (id(one) in inside):
-            continue
-        if one.dim() == 1:
-            yield name, torch.ones(one.shape, dtype=torch.bfloat16)
-            continue
-        made = torch.randn(one.shape, device="cuda") * one.shape[1] ** -0.5
-        if layer is None:
-            yield name, made.bfloat16().cpu()
-            continue
-        rows, columns = (size // BLOCK for size in one.shape)
-        blocks = made.view(rows, BLOCK, columns, BLOCK)
-        scale = blocks.abs().amax((1, 3)) / 448
-        yield name, (blocks / scale[:, None, :, None]).view(one.shape).to(torch.float8_e4m3fn).cpu()
-        yield f"{name}{SCALE}", scale.cpu()
+def _random(name: str, parameter: nn.Parameter, *, in_fp8: bool) -> dict[str, Tensor]:
+    """Return what a file has of a random parameter."""
+    if parameter.dim() == 1:
+        return {name: torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.bfloat16)}
+    made = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16) * _inputs(parameter) ** -0.5
+    if not in_fp8:
+        # Files of Qwen3-VL MoE hold inputs before outputs.
+        return {name: (made.mT.contiguous() if ".experts." in name else made).cpu()}
+    rows, columns = (size // BLOCK for size in parameter.shape)
+    blocks = made.float().view(rows, BLOCK, columns, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / 448
+    weight = (blocks / scale[:, None, :, None]).view(parameter.shape).to(torch.float8_e4m3fn)
+    return {name: weight.cpu(), f"{name}{SCALE}": scale.cpu()}
 
 
 def _class_of(config: PretrainedConfig) -> Any:

@@ -110,7 +110,7 @@ class BaseModel:
             if self.weights.base_is_frozen:  # code is compiled for weights that want no gradient
                 progress.does("compiles")
                 compile_layers(model.get_decoder().layers)
-                warm_up(self.scorer, self.renderer, world)
+                warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled)
             if config.placement.trainer_bytes:
                 self.memory = self._measured(model, world, config.placement.trainer_bytes)
             # A graph would hold collectives.

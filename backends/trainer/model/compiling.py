@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _WARM_UP_LENGTHS = (2003, 1998)
 """Their sum should be no width of a model: a length that equals one is taken for it. It should be large, as in slow
 microbatches: the kernels chosen are the fastest for it."""
+_LEAST_WARM_UP = 128
+"""Tokens of the shortest text by which it is tried again."""
 _MOST_COMPILED = 64
 """Gemma 3 with images, of two kinds of layers, was seen to need more than 8."""
 
@@ -78,17 +80,34 @@ def merge_linears(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
-    """Compile what serving needs, with a gradient and without: nothing is then compiled while it serves."""
+def warm_up(scorer: Scorer, renderer: Renderer, world: World, *, is_coupled: bool) -> None:
+    """Compile what serving needs, with a gradient and without: nothing is then compiled while it serves.
+
+    Nothing is recomputed yet, so a large base may lack the memory: then it is compiled by shorter texts, unless ranks
+    wait for each other in it (`is_coupled`).
+    """
     began = time.monotonic()
     log.info("compiling the decoder's layers, which takes about half a minute")
-    for with_gradient in (True, False):
-        with torch.set_grad_enabled(with_gradient):
-            lengths = [world.context.size * length for length in _WARM_UP_LENGTHS]
-            run_text(scorer, renderer, world, lengths)
-            if renderer.family.sees_whole_images:  # layers are compiled once more, and their kernel is tested
-                run_text(scorer, renderer, world, lengths, with_image=True)
-    log.info("compiled in %.0f s", time.monotonic() - began)
+    lengths = [world.context.size * length for length in _WARM_UP_LENGTHS]
+    while not _runs(scorer, renderer, world, lengths, can_fail=not is_coupled and min(lengths) > _LEAST_WARM_UP):
+        torch.cuda.empty_cache()
+        lengths = [length // 2 for length in lengths]
+    log.info("compiled in %.0f s, by a microbatch of %d tokens", time.monotonic() - began, sum(lengths))
+
+
+def _runs(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int], *, can_fail: bool) -> bool:
+    """Run texts of these lengths in all ways; return False if they take too much memory and this `can_fail`."""
+    try:
+        for with_gradient in (True, False):
+            with torch.set_grad_enabled(with_gradient):
+                run_text(scorer, renderer, world, lengths)
+                if renderer.family.sees_whole_images:  # layers are compiled once more, and their kernel is tested
+                    run_text(scorer, renderer, world, lengths, with_image=True)
+    except torch.OutOfMemoryError:
+        if not can_fail:
+            raise
+        return False
+    return True
 
 
 def run_text(
