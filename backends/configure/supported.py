@@ -100,7 +100,7 @@ class Support:
     def _was_seen_shared(self) -> bool:
         family = self.renderer.family
         is_unseen = family.has_linear_attention or family.sees_whole_images or self._is(deepseek_v3.ARCHITECTURE)
-        return self.dtype == "bfloat16" and not (self.config.cluster or self._is_quantised or is_unseen)
+        return self.dtype == "bfloat16" and not (self.config.cluster or is_unseen)
 
     def _unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share one copy of the base, or None."""

@@ -171,7 +171,7 @@ def test_fp8_in_the_trainer_is_refused_where_it_was_not_compared(
         describe_models(config.model_copy(update=others), Machine(64 << 30))
 
 
-def test_a_base_in_fp8_shares_one_copy_on_a_gpu_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_base_in_fp8_shares_one_copy_on_a_gpu(tmp_path: Path) -> None:
     whole = make_tiny_text(tmp_path / "whole")
     quantised = quantise_in_blocks(whole, tmp_path / "quantised")
 
@@ -179,7 +179,8 @@ def test_a_base_in_fp8_shares_one_copy_on_a_gpu_only_where_it_is_asked_for(tmp_p
         config = BackendConfig(models={"a": str(source)}, device="cuda", **settings)  # type: ignore[arg-type]
         return find("a", source, config, Machine(0, [80 << 30], ["H100"])).size.can_be_shared
 
-    assert is_shared(whole) and not is_shared(quantised) and is_shared(quantised, base_copies=1)
+    assert is_shared(whole) and is_shared(quantised) and is_shared(quantised, base_precision="fp8")
+    assert not is_shared(quantised, dtype="float32") and is_shared(quantised, dtype="float32", base_copies=1)
 
 
 def test_another_scale_is_another_base(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from transformers import AutoModelForCausalLM
 
 from api_schemas.training import Trainable
 from backends.families.lora_names import decoder_modules
+from backends.trainer.distributed import World
 from backends.trainer.lora.adapters import Adapters
-from backends.trainer.model.compiling import compile_layers, merge_linears
+from backends.trainer.model.compiling import compile_layers, merge_linears, warm_up
 from tests.factories import make_renderer
 from tests.models import make_tiny_nemotron_h, make_tiny_qwen3_next
+from tests.trainers import trainer
 
 
 @pytest.mark.parametrize(("make", "left"), [(make_tiny_qwen3_next, []), (make_tiny_nemotron_h, ["linear_attention"])])
@@ -22,6 +24,21 @@ def test_all_layers_are_compiled_but_those_of_mamba2(make, left, tmp_path):
     is_compiled = [layer._compiled_call_impl is not None for layer in decoder.layers]
     assert is_compiled == [kind not in left for kind in decoder.config.layer_types]
     assert "linear_attention" in decoder.config.layer_types
+
+
+def test_a_base_without_room_for_long_texts_is_compiled_by_shorter_ones(tiny_text):
+    base, seen = trainer(tiny_text).base, []
+
+    def limited(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen.append(args[0].shape[1])
+        if seen[-1] > 1500:
+            raise torch.OutOfMemoryError
+
+    base.scorer.model.get_decoder().layers[1].register_forward_pre_hook(limited)
+    warm_up(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), is_coupled=False)
+    assert seen == [4001, 2000, 999, 999]  # the last with a gradient and without
+    with pytest.raises(torch.OutOfMemoryError):  # other ranks would wait
+        warm_up(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), is_coupled=True)
 
 
 def test_linears_of_the_same_input_become_one_and_give_what_they_gave_before(tiny_text):
