@@ -23,12 +23,13 @@ class Strength:
     """Largest relative change of brightness, contrast and saturation."""
 
 
-DISTIL = Strength(least_area=0.08, mix=0.3, colour=0.4)
-WHOLE = Strength(least_area=0.5, mix=0.15, colour=0.25)
+DISTIL = Strength(least_area=0.08, mix=0.4, colour=0.4)
+WHOLE = Strength(least_area=0.5, mix=0.2, colour=0.25)
 CAPTION = Strength(least_area=0.35, mix=0.0, colour=0.3)
-LARGEST_ASPECT_CHANGE = 4 / 3
-LARGEST_TURN = math.radians(12)
-TURNED_SHARE = 0.3
+PLAIN = Strength(least_area=0.6, mix=0.0, colour=0.1)
+LARGEST_ASPECT_CHANGE = 3 / 2
+LARGEST_TURN = math.radians(20)
+TURNED_SHARE = 0.4
 GREY_SHARE = 0.1
 MOST_BLENDED, LARGEST_PASTE = 0.5, 0.7
 

@@ -1,4 +1,4 @@
-"""CalTech101 as two small archives, and the images of an archive as one tensor.
+"""CalTech101 as two small archives, the images of an archive as one tensor, and photographs held out.
 
     python data.py PARQUET_DIR OUT_DIR
 
@@ -34,6 +34,8 @@ DEMO_CLASSES = (
 """Classes that the demo teaches. The model is trained on their photographs, never on their labels."""
 CANVAS = 256  # every image is stored as a square of this side; crops undo the distortion
 TEST_QUALITY = 60  # WebP
+UNNAMED = -1  # label of a picture without one
+HELD_OUT_EVERY = 10  # of the photographs of a class: 3 of 30
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class Photos:
 
     def label_tensor(self) -> torch.Tensor:
         return torch.tensor(self.labels)
+
+    def chosen(self, indices: list[int]) -> "Photos":
+        return Photos([self.encoded[i] for i in indices], [self.labels[i] for i in indices], self.names)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,18 @@ def load_photos(archive: Path, limit: int | None = None) -> Photos:
         names = json.loads(source.read("classes.json"))
         members = sorted(name for name in source.namelist() if name != "classes.json")[:limit]
         encoded = [source.read(name) for name in members]
-    return Photos(encoded, [int(Path(name).stem.split("-")[1]) for name in members], names)
+    return Photos(encoded, [int(Path(name).stem.split("-", 1)[1]) for name in members], names)
+
+
+def hold_out(photos: Photos, every: int = HELD_OUT_EVERY) -> tuple[Photos, Photos]:
+    """Split train photographs into those to train on and those to judge by, as `through_server.py` does."""
+    seen: dict[int, int] = {}
+    parts: tuple[list[int], list[int]] = [], []
+    for i, label in enumerate(photos.labels):
+        seen[label] = seen.get(label, 0) + 1
+        parts[seen[label] % every == 0].append(i)
+    kept, aside = (photos.chosen(part) for part in parts)
+    return kept, aside
 
 
 def load_canvases(photos: Photos, device: torch.device) -> Canvases:
@@ -82,6 +98,15 @@ def load_canvases(photos: Photos, device: torch.device) -> Canvases:
     return Canvases(pixels.to(device), torch.tensor([size for _, size in decoded], device=device))
 
 
+def joined(first: Canvases, second: Canvases) -> Canvases:
+    pixels = torch.cat([first.pixels_N3HW, second.pixels_N3HW])
+    return Canvases(pixels, torch.cat([first.sizes_N2, second.sizes_N2]))
+
+
+def write_classes(archive: zipfile.ZipFile, names: list[str]) -> None:
+    archive.writestr("classes.json", json.dumps(names))
+
+
 def write_archive(parquet: Path, target: Path, webp_quality: int | None) -> None:
     import pyarrow.parquet as pq
 
@@ -89,7 +114,7 @@ def write_archive(parquet: Path, target: Path, webp_quality: int | None) -> None
     features = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]
     names = [name.lower().replace("_", " ") for name in features["label"]["names"]]
     with zipfile.ZipFile(target, "w") as out:
-        out.writestr("classes.json", json.dumps(names))
+        write_classes(out, names)
         for i, (image, label) in enumerate(zip(table["image"].to_pylist(), table["label"].to_pylist(), strict=True)):
             encoded, suffix = image["bytes"], "jpg"
             if webp_quality is not None:

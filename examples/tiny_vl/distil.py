@@ -1,6 +1,6 @@
 """The student's view of the teacher: the loss between their features of the same crop, and probes of both.
 
-Legend: B crops, C teacher channels, Y X student tokens, T = Y * X.
+Legend: B crops, C teacher channels, K class names, Y X student tokens, T = Y * X.
 """
 
 import random
@@ -11,15 +11,17 @@ import torch
 from augment import Strength, random_crops, shrunk
 from data import Canvases
 from model import HIDDEN, TOKEN_SIDE, Grid, image_grid
-from teacher import CELL, CHANNELS, Teacher
+from probe import fit_classifier
+from teacher import CELL, Teacher
 from torch import nn
 from torch.nn import functional as F
 from vision import BatchedVision, VisionFeatures
 
 TEACHER_ZOOM = 1.4  # the teacher sees a crop in this many times the student's pixels a side: near its own 260
-LOGIT_WEIGHT = 0.5
+LOGIT_WEIGHT, NAME_WEIGHT = 0.5, 0.5
 STATISTICS_BATCHES = 8
-COMMON_GRIDS = 6
+WHOLE_BATCH = 256
+COMMON_GRIDS = 9  # of 98 in 100 photographs
 WHOLE_SHARE = 0.3  # of the views that distil: nearly whole photographs, as they are asked about
 
 
@@ -79,17 +81,27 @@ def common_grids(canvases: Canvases) -> tuple[list[Grid], list[float]]:
 class Distillation(nn.Module):
     """Linear heads to the teacher's channels, from image tokens and from where an answer begins, and their losses.
 
-    Channels are weighed by their spread, as a linear probe does that standardises its inputs.
+    Channels are weighed by their spread, as a linear probe does that standardises its inputs. A linear classifier of
+    the teacher's features tells which of their directions matter to the names that the photographs are asked for.
     """
 
-    def __init__(self, teacher: Teacher) -> None:
+    def __init__(self, teacher: Teacher, names: int) -> None:
         super().__init__()
-        self.head = nn.Linear(HIDDEN, CHANNELS)
-        self.answer_head = nn.Linear(HIDDEN, CHANNELS)
-        self.token_mean = nn.Buffer(torch.zeros(CHANNELS))
-        self.token_std = nn.Buffer(torch.ones(CHANNELS))
-        self.pooled_std = nn.Buffer(torch.ones(CHANNELS))
+        self.head = nn.Linear(HIDDEN, teacher.channels)
+        self.answer_head = nn.Linear(HIDDEN, teacher.channels)
+        nn.init.zeros_(self.answer_head.weight)
+        self.token_mean = nn.Buffer(torch.zeros(teacher.channels))
+        self.token_std = nn.Buffer(torch.ones(teacher.channels))
+        self.pooled_std = nn.Buffer(torch.ones(teacher.channels))
+        self.name_weight = nn.Buffer(torch.zeros(names, teacher.channels))
+        self.name_bias = nn.Buffer(torch.zeros(names))
         self._teacher = [teacher]  # in a list, for it is not trained and not saved here
+
+    def learn_names(self, features_BC: torch.Tensor, labels_B: torch.Tensor) -> None:
+        """Fit the classifier of names to the teacher's features of whole photographs."""
+        weight, bias = fit_classifier(features_BC, labels_B, len(self.name_bias))
+        self.name_weight.copy_(weight)
+        self.name_bias.copy_(bias)
 
     def measure(self, views: list[View]) -> None:
         """Take the scale of the teacher's channels from some views."""
@@ -102,39 +114,67 @@ class Distillation(nn.Module):
     def forward(self, features: VisionFeatures, view: View) -> dict[str, torch.Tensor]:
         """The tower's losses by name; `loss` is their weighted sum."""
         said_BTC = self.head(features.merged_BTO.float())  # in standard units
-        true_BTC = (view.features_BTC.float() - self.token_mean) / self.token_std
-        token = F.smooth_l1_loss(said_BTC, true_BTC, beta=2.0) * 2
-        pooled, logit = self._pooled_losses(said_BTC.mean(1) * self.token_std + self.token_mean, view)
-        return {"loss": token + pooled + LOGIT_WEIGHT * logit, "token": token, "pooled": pooled, "logit": logit}
+        token, mean_BC = token_loss(said_BTC, view.features_BTC, self.token_mean, self.token_std)
+        pooled = self._pooled_losses(mean_BC * self.token_std + self.token_mean, view)
+        return {"loss": token + pooled.pop("loss"), "token": token} | pooled
 
     def answer_loss(self, hidden_BO: torch.Tensor, view: View) -> torch.Tensor:
         """Return the loss of the language model's last states where the name of the subject begins."""
         said = self.answer_head(hidden_BO.float()) * self.pooled_std + self.token_mean
-        pooled, logit = self._pooled_losses(said, view)
-        return pooled + LOGIT_WEIGHT * logit
+        return self._pooled_losses(said, view)["loss"]
 
-    def _pooled_losses(self, said_BC: torch.Tensor, view: View) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses of the teacher's mean features and of its logits, in nats over its 1,000 classes."""
+    def _pooled_losses(self, said_BC: torch.Tensor, view: View) -> dict[str, torch.Tensor]:
+        """Return the losses of the teacher's mean features, and in nats of what it makes of them: classes and names."""
         pooled = ((said_BC - view.pooled_BC) / self.pooled_std).square().mean()
-        said, true = (self._teacher[0].logits(part).log_softmax(1) for part in (said_BC, view.pooled_BC))
-        return pooled, F.kl_div(said, true, log_target=True, reduction="batchmean")
+        logit, name = (
+            divergence(opinion(said_BC), opinion(view.pooled_BC)) for opinion in (self._teacher[0].logits, self._names)
+        )
+        loss = pooled + LOGIT_WEIGHT * logit + NAME_WEIGHT * name
+        return {"loss": loss, "pooled": pooled, "logit": logit, "name": name}
+
+    def _names(self, pooled_BC: torch.Tensor) -> torch.Tensor:
+        return F.linear(pooled_BC, self.name_weight, self.name_bias)
+
+
+@torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+def token_loss(
+    said_BTC: torch.Tensor, features_BTC: torch.Tensor, mean_C: torch.Tensor, std_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of what is said of the teacher's features, and the mean of what is said; in standard units."""
+    true_BTC = (features_BTC.float() - mean_C) / std_C
+    return F.smooth_l1_loss(said_BTC, true_BTC, beta=2.0) * 2, said_BTC.mean(1)
+
+
+def divergence(said: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """Return the mean divergence of two opinions, given as logits over the last dimension."""
+    said, true = said.log_softmax(-1), true.log_softmax(-1)
+    return (true.exp() * (true - said)).sum(-1).mean()
 
 
 @torch.no_grad()
-def pooled_features(vision: BatchedVision, teacher: Teacher | None, canvases: Canvases, batch: int) -> torch.Tensor:
-    """Mean features of whole photographs on their own grids: the student's, or the teacher's where given."""
-    device = canvases.pixels_N3HW.device
+def pooled_features(
+    canvases: Canvases, side: Callable[[int], int], pooled: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Features of whole photographs, each on its own grid of tokens of `side` pixels in all."""
     by_grid: dict[Grid, list[int]] = {}
     for i, (height, width) in enumerate(canvases.sizes_N2.tolist()):
         by_grid.setdefault(image_grid(height, width), []).append(i)
-    result = torch.zeros(len(canvases.sizes_N2), HIDDEN if teacher is None else CHANNELS, device=device)
-    for grid, members in by_grid.items():
-        for chunk in torch.tensor(members, device=device).split(batch):
-            pixels = canvases.pixels_N3HW[chunk].float()
-            if teacher is None:
-                pixels = shrunk(pixels, grid[0] * TOKEN_SIDE, grid[1] * TOKEN_SIDE)
-                result[chunk] = vision(pixels).merged_BTO.float().mean(1)
-            else:
-                pixels = shrunk(pixels, teacher_side(grid[0]), teacher_side(grid[1]))
-                result[chunk] = teacher(pixels).float().mean((2, 3))
-    return result
+    parts = [
+        pooled(shrunk(canvases.pixels_N3HW[chunk].float(), side(grid[0]), side(grid[1])))
+        for grid, members in by_grid.items()
+        for chunk in torch.tensor(members, device=canvases.pixels_N3HW.device).split(WHOLE_BATCH)
+    ]
+    order = torch.tensor([i for members in by_grid.values() for i in members])
+    return torch.cat(parts)[order.argsort()]
+
+
+def student_features(vision: BatchedVision, canvases: Canvases) -> torch.Tensor:
+    """The means of the tokens of whole photographs."""
+    return pooled_features(
+        canvases, lambda tokens: tokens * TOKEN_SIDE, lambda pixels: vision(pixels).merged_BTO.float().mean(1)
+    )
+
+
+def teacher_features(teacher: Teacher, canvases: Canvases) -> torch.Tensor:
+    """The means of the cells of whole photographs."""
+    return pooled_features(canvases, teacher_side, lambda pixels: teacher(pixels).float().mean((2, 3)))

@@ -3,7 +3,8 @@
     python evaluate.py --model MODEL_DIR --data .tiny --out evaluation.json
 
 LoRA as the server trains it: rank 32, alpha 32, on attention, MLP and head of the language model; the tower is frozen.
-Everything is counted on all test photographs of the archive.
+Everything is counted on all test photographs of the archive, or with `--held-out` on the train photographs that
+`train.py` did not train on.
 """
 
 # mypy: disable-error-code="no-any-return, operator"
@@ -22,8 +23,8 @@ from typing import Any
 
 import torch
 from conversation import ANSWER_START, IGNORED, QUESTION, Tokens, last_states, recipe_form
-from data import DEMO_CLASSES, Photos, load_canvases, load_photos, open_image
-from distil import pooled_features
+from data import DEMO_CLASSES, Photos, hold_out, load_canvases, load_photos, open_image
+from distil import teacher_features
 from model import MERGE, Grid
 from PIL import ImageOps
 from probe import Accuracy, accuracy_of, linear_probe
@@ -31,7 +32,7 @@ from teacher import load_teacher
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
-from vision import BatchedVision, ImageTokens
+from vision import ImageTokens
 
 RANK, ALPHA = 32, 32
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -212,18 +213,16 @@ def fine_tune(
     return model
 
 
-def probes(subject: Subject, train: list[Seen], test: list[Seen], args: argparse.Namespace) -> dict[str, Accuracy]:
-    labels = [torch.tensor([photo.label for photo in part]).to(subject.device) for part in (train, test)]
+def student_probe(train: list[Seen], test: list[Seen]) -> Accuracy:
+    labels = [torch.tensor([photo.label for photo in part]) for part in (train, test)]
     means = [torch.stack([photo.tokens.merged_NO.float().mean(0) for photo in part]) for part in (train, test)]
-    result = {"student": linear_probe(means[0], labels[0], means[1], labels[1])}
-    if args.teacher:
-        dtype = torch.bfloat16 if subject.device.type == "cuda" else torch.float32
-        teacher = load_teacher(args.data / "teacher.pt", subject.device, dtype)
-        vision = BatchedVision(subject.model().model.visual, dtype)
-        archives = [load_photos(args.data / f"{split}.zip", args.images) for split in ("train", "test")]
-        features = [pooled_features(vision, teacher, load_canvases(part, subject.device), 128) for part in archives]
-        result["teacher"] = linear_probe(features[0], labels[0], features[1], labels[1])
-    return result
+    return linear_probe(means[0], labels[0], means[1], labels[1])
+
+
+def teacher_probe(data: Path, device: torch.device, train: Photos, test: Photos) -> Accuracy:
+    teacher = load_teacher(data, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    features = [teacher_features(teacher, load_canvases(part, device)) for part in (train, test)]
+    return linear_probe(features[0], train.label_tensor(), features[1], test.label_tensor())
 
 
 def main() -> None:
@@ -233,6 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--images", type=int, help="only so many of each archive, for a quick look")
+    parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--teacher", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -241,29 +241,32 @@ def main() -> None:
     results: dict[str, object] = {}
 
     def report(name: str, value: Any) -> None:
-        results[name] = {k: asdict(v) for k, v in value.items()} if name == "probe" else value
+        results[name] = asdict(value) if isinstance(value, Accuracy) else value
         print(f"[{time.monotonic() - started:5.0f} s] {name}: {results[name]}", flush=True)
         args.out.write_text(json.dumps(results, indent=2) + "\n")
 
     base = subject.model()
-    photos = {split: load_photos(args.data / f"{split}.zip", args.images) for split in ("train", "test")}
-    names = photos["train"].names
-    train = list(zip(*(subject.see(base, photos["train"], mirrored) for mirrored in (False, True)), strict=True))
-    test = subject.see(base, photos["test"], False)
-    report("probe", probes(subject, [plain for plain, _ in train], test, args))
+    shown = load_photos(args.data / "train.zip", args.images)
+    shown, asked = hold_out(shown) if args.held_out else (shown, load_photos(args.data / "test.zip", args.images))
+    names = shown.names
+    train = list(zip(*(subject.see(base, shown, mirrored) for mirrored in (False, True)), strict=True))
+    test = subject.see(base, asked, False)
+    report("probe", student_probe([plain for plain, _ in train], test))
+    if args.teacher:
+        report("probe of the teacher", teacher_probe(args.data, device, shown, asked))
     demo = {names.index(name) for name in DEMO_CLASSES}
     known = [photo for photo in test if photo.label not in demo]
     ten_test = [photo for photo in test if photo.label in demo]
     ten_train = [pair for pair in train if pair[0].label in demo]
-    report("base, 91 classes it was tuned on", asdict(accuracy(subject, base, known, names)))
-    report("base, ten classes it never heard of", asdict(accuracy(subject, base, ten_test, names)))
+    report("base, 91 classes it was tuned on", accuracy(subject, base, known, names))
+    report("base, ten classes it never heard of", accuracy(subject, base, ten_test, names))
     for plan, seed in product(TEN_CLASSES, range(args.seeds)):
         model = fine_tune(subject, ten_train, names, plan, seed)
         title = f"LoRA, ten classes, {plan.steps} steps, seed {seed}"
-        report(title, asdict(accuracy(subject, model, ten_test, names)))
+        report(title, accuracy(subject, model, ten_test, names))
         report(f"{title}, loss", swapped_losses(subject, model, ten_test[:200], names))
     model = fine_tune(subject, train, names, ALL_CLASSES, 0)
-    report("LoRA, all classes", asdict(accuracy(subject, model, test, names)))
+    report("LoRA, all classes", accuracy(subject, model, test, names))
     report("LoRA, all classes, loss", swapped_losses(subject, model, test[:400], names))
 
 

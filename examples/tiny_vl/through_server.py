@@ -5,8 +5,9 @@
 
 `demo` teaches the demo's ten classes, as the demo does, with each seed. `all` teaches the 101 classes from all
 3,030 train photographs, asks about all 4,517 test photographs, and swaps images between datums to see that the
-loss rises. `--held-out` sets a fifth of the train photographs aside and asks about those instead of the test
-photographs: for choosing settings. Needs pyarrow for `all`. OUT gets curves, metrics and figures.json.
+loss rises. `--held-out` sets a tenth of the train photographs aside, those that the tower has not seen either, and
+asks about them instead of the test photographs: for choosing settings. Needs pyarrow for `all`. OUT gets curves,
+metrics and figures.json.
 """
 
 import argparse
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from caltech10 import Conversation, Photo, load_photos
 from caltech10_demo import RANK, Plan, evaluate, mean_loss, progress_bar, train
 from caltech10_report import Evaluation, Report
+from data import HELD_OUT_EVERY
 from local_server import local_server, while_alive
 
 from tinker_server.embedded import DIRECTORIES, TINY_VL
@@ -63,13 +65,13 @@ def read_parquet(path: Path) -> list[Photo]:
 
 
 def held_out(task: Task) -> Task:
-    """Every fifth train photograph of a class in place of the test photographs."""
+    """The train photographs that `train.py` held out, in place of the test photographs."""
     seen: dict[str, int] = {}
     kept: list[Photo] = []
     aside: list[Photo] = []
     for photo in task.train:
         seen[photo.label] = seen.get(photo.label, 0) + 1
-        (aside if seen[photo.label] % 5 == 0 else kept).append(photo)
+        (aside if seen[photo.label] % HELD_OUT_EVERY == 0 else kept).append(photo)
     return Task(f"{task.name} held out", kept, aside)
 
 
@@ -155,6 +157,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--held-out", action="store_true", help="ask about a fifth of the train photographs instead")
+    parser.add_argument("--held-out", action="store_true", help="ask about a tenth of the train photographs instead")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     asyncio.run(run(parser.parse_args(), Console()))

@@ -1,11 +1,12 @@
 """Train the small vision-language model: distil its vision tower, then teach its language model captions.
 
-    python train.py --data .tiny --out OUT --distil-minutes 15 --caption-minutes 2.5
+    python train.py --data DATA --out OUT --distil-minutes 18 --caption-minutes 3
 
-DATA holds train.zip, test.zip, teacher.pt and tokenizer/ (README.md says how they are made). Stage 1 shows teacher and
-student the same random crops of the train photographs, without labels. Stage 2 leaves the tower alone: the language
-model learns to name the 91 classes outside the demo's ten, and to carry the teacher's features to where a name begins.
-Test photographs are only counted in the log. `--resume DIR` goes on from an earlier OUT.
+DATA holds train.zip, more.zip, teacher1.pt, teacher2.pt and tokenizer/ (README.md says how they are made). Stage 1
+shows teacher and student the same random crops of the train photographs and of other pictures. Of labels it uses those
+of the 91 classes outside the demo's ten, for a classifier of the teacher's features. Stage 2 leaves the tower alone:
+the language model learns to name those classes, and to carry the teacher's features to where a name begins.
+A tenth of the train photographs is held out and only counted in the log. `--resume DIR` goes on from an earlier OUT.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -14,6 +15,7 @@ Test photographs are only counted in the log. `--resume DIR` goes on from an ear
 import argparse
 import csv
 import random
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,17 @@ from pathlib import Path
 import torch
 from augment import CAPTION, DISTIL, WHOLE, Strength
 from conversation import IGNORED, Tokens, last_states, recipe_form, varied_form
-from data import DEMO_CLASSES, Canvases, Photos, load_canvases, load_photos
+from data import (
+    DEMO_CLASSES,
+    HELD_OUT_EVERY,
+    UNNAMED,
+    Canvases,
+    Photos,
+    hold_out,
+    joined,
+    load_canvases,
+    load_photos,
+)
 from distil import (
     STATISTICS_BATCHES,
     WHOLE_SHARE,
@@ -31,13 +43,13 @@ from distil import (
     ViewPool,
     common_grids,
     make_view,
-    pooled_features,
+    teacher_features,
 )
-from model import make_model, write_model
+from judge import Judge, make_judge
+from model import Grid, make_model, write_model
 from optim import Clock, Optimizer
-from probe import linear_probe
 from safetensors.torch import load_file, save_file
-from teacher import Teacher, load_teacher
+from teacher import Depthwise, Teacher, load_teacher
 from torch.nn import functional as F
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from vision import BatchedVision
@@ -45,8 +57,9 @@ from vision import BatchedVision
 LABEL_SMOOTHING = 0.05
 REPEAT_SHARE = 0.1
 ANSWER_WEIGHT = 1.0  # of telling the teacher's features where the name of the subject begins
-PROBE_BATCH = 512
+PICTURE_SHARE = 0.35  # of the crops: from pictures that are no photographs of CalTech101
 LEAST_MINUTES_TO_TRY = 5
+COMPILED_AT_MOST = 32  # versions of the tower's layer: one for each number of patches and each stage
 CONVOLUTIONS_TRIED = 3  # algorithms for each shape of the teacher's; trying more takes longer than it saves
 HEAD_FILE = "distillation_head.safetensors"
 Losses = dict[str, torch.Tensor]
@@ -60,9 +73,12 @@ LOG_COLUMNS = (
     "token",
     "pooled",
     "logit",
+    "name",
     "caption",
     "repeat",
     "answer",
+    "seen",
+    "unseen",
     "probe",
 )
 
@@ -85,30 +101,18 @@ class Log:
         self._steps += 1
         self._images += images
 
-    def row(self, stage: str, clock: Clock, step: int, images: int, probe: float | None = None) -> None:
+    def row(self, stage: str, clock: Clock, step: int, images: int, judged: dict[str, float] | None = None) -> None:
         means = {name: round(float(total) / self._steps, 4) for name, total in self._sums.items()}
         speed = round(self._images / (time.monotonic() - self._since))
-        row = {"stage": stage, "seconds": round(clock.elapsed(), 1), "step": step, "images": images} | means
-        row |= {"images_per_s": speed, "probe": "" if probe is None else round(probe, 4)}
+        row = {"stage": stage, "seconds": round(clock.elapsed(), 1), "step": step, "images": images, **means}
+        row |= {"images_per_s": speed, **(judged or {})}
         self._writer.writerow(row)
         self._file.flush()
-        print(" ".join(f"{name}={value}" for name, value in row.items() if value != ""), flush=True)
+        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
         self.restart()
 
     def restart(self) -> None:
         self._sums, self._steps, self._images, self._since = {}, 0, 0, time.monotonic()
-
-
-@dataclass(frozen=True)
-class ProbeSet:
-    train: Canvases
-    train_labels: torch.Tensor
-    test: Canvases
-    test_labels: torch.Tensor
-
-    def accuracy(self, vision: BatchedVision, teacher: Teacher | None, batch: int) -> float:
-        train_x, test_x = (pooled_features(vision, teacher, part, batch) for part in (self.train, self.test))
-        return linear_probe(train_x, self.train_labels, test_x, self.test_labels).overall
 
 
 @dataclass(frozen=True)
@@ -119,25 +123,31 @@ class Run:
     teacher: Teacher
     distillation: Distillation
     photos: Photos
+    """Those trained on; the pictures without a name stand last."""
     canvases: Canvases
-    probes: ProbeSet | None
+    grids: tuple[list[Grid], list[float]]
+    """Of the photographs."""
+    judge: Judge | None
     log: Log
 
     def vision(self, compiled: bool) -> BatchedVision:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         return BatchedVision(self.model.model.visual, dtype, compiled and self.device.type == "cuda")
 
-    def probe(self, teacher: Teacher | None = None) -> float | None:
-        if self.probes is None:
-            return None
-        return self.probes.accuracy(self.vision(compiled=False), teacher, PROBE_BATCH)
+    def judged(self) -> dict[str, float]:
+        return {} if self.judge is None else self.judge.judged(self.vision(compiled=False), self.distillation)
 
     def view_maker(self, batch: int, strengths: list[Strength], shares: list[float]) -> Callable[[], View]:
-        """Makes views of random photographs, all of one random grid and strength."""
-        grids, frequencies = common_grids(self.canvases)
+        """Makes views of random photographs and pictures, all of one random grid and strength."""
+        count = len(self.photos.labels)
+        pictures = self.photos.labels.count(UNNAMED)
+        grids, frequencies = self.grids
 
         def make() -> View:
-            indices = torch.randint(len(self.photos.labels), (batch,))
+            indices = torch.randint(count - pictures, (batch,))
+            if pictures:
+                others = torch.randint(count - pictures, count, (batch,))
+                indices = torch.where(torch.rand(batch) < PICTURE_SHARE, others, indices)
             grid, strength = random.choices(grids, frequencies)[0], random.choices(strengths, shares)[0]
             return make_view(self.teacher, self.canvases, indices, grid, strength)
 
@@ -147,7 +157,11 @@ class Run:
         """Write the model as it is now; return the size of its directory in bytes."""
         head = {name: tensor.cpu().contiguous() for name, tensor in self.distillation.state_dict().items()}
         save_file(head, self.args.out / HEAD_FILE)
-        return write_model(self.model, self.args.data / "tokenizer", self.args.out / "model")
+        target, new = self.args.out / "model", self.args.out / "model.new"
+        size = write_model(self.model, self.args.data / "tokenizer", new)
+        shutil.rmtree(target, ignore_errors=True)
+        new.rename(target)  # so that whoever copies it meanwhile finds a whole one
+        return size
 
 
 def train(run: Run, stage: str, minutes: float, batch: int, optimizer: Optimizer, losses: Callable[[], Losses]) -> None:
@@ -164,7 +178,7 @@ def train(run: Run, stage: str, minutes: float, batch: int, optimizer: Optimizer
         if over or clock.elapsed() > (probed + 1) * run.args.probe_every:
             probed += 1
             run.save()
-            run.log.row(stage, clock, step, step * batch, run.probe())
+            run.log.row(stage, clock, step, step * batch, run.judged() if stage == "distil" else None)
         elif step % run.args.log_every == 0:
             run.log.row(stage, clock, step, step * batch)
 
@@ -193,7 +207,10 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
     visual.deepstack_merger_list.requires_grad_(True)
     vision = run.vision(compiled=True)
     pool = ViewPool(run.view_maker(args.caption_batch, [CAPTION], [1]), args.pool, args.uses)
-    names = [run.photos.names[label] for label in run.photos.labels]
+    classes = run.photos.names
+    names = [
+        None if label == UNNAMED or classes[label] in DEMO_CLASSES else classes[label] for label in run.photos.labels
+    ]
     image_start = len(tokens.before_image)
     trained = [model.model.language_model, model.lm_head, visual.deepstack_merger_list, run.distillation.answer_head]
 
@@ -205,7 +222,8 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
     def losses() -> Losses:
         seen = pool.draw()
         spoken = [
-            recipe_form(None) if names[i] in DEMO_CLASSES else varied_form(names[i]) for i in seen.photos_B.tolist()
+            recipe_form(None) if name is None else varied_form(name)
+            for name in (names[i] for i in seen.photos_B.tolist())
         ]
         grids = [seen.grid] * len(spoken)
         inputs, targets = tokens.about_images(spoken, grids)
@@ -232,25 +250,38 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
     )
 
 
+def told_names(teacher: Teacher, photos: Photos, canvases: Canvases) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's features of the photographs whose names are told, and their labels."""
+    told = torch.tensor([photos.names[label] not in DEMO_CLASSES for label in photos.labels])
+    features = teacher_features(teacher, canvases)
+    return features[told.to(features.device)], photos.label_tensor()[told]
+
+
 def load_run(args: argparse.Namespace) -> Run:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = COMPILED_AT_MOST
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    teacher = load_teacher(args.data / "teacher.pt", device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    distillation = Distillation(teacher).to(device)
+    teacher = load_teacher(args.data, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    for module in teacher.modules():
+        if isinstance(module, Depthwise):
+            module.fused &= not args.cudnn
+    photos, aside = hold_out(load_photos(args.data / "train.zip", args.train_images), args.held_out_every)
+    canvases = load_canvases(photos, device)
+    distillation = Distillation(teacher, len(photos.names)).to(device)
     if args.resume is None:
         model = make_model(args.data / "tokenizer", args.seed)
+        distillation.learn_names(*told_names(teacher, photos, canvases))
     else:
         model = Qwen3VLForConditionalGeneration.from_pretrained(args.resume / "model", dtype=torch.float32)
         distillation.load_state_dict(load_file(args.resume / HEAD_FILE))
+    judge = make_judge(teacher, photos, canvases, aside) if aside.labels else None
+    more = load_photos(args.data / "more.zip", args.pictures)
+    whole = Photos(photos.encoded + more.encoded, photos.labels + more.labels, photos.names)
+    pixels, log = joined(canvases, load_canvases(more, device)), Log(args.out / "train.csv")
     model.to(device)
-    photos = load_photos(args.data / "train.zip", args.train_images)
-    canvases, probes = load_canvases(photos, device), None
-    if args.probe_images:
-        probed = load_photos(args.data / "test.zip", args.probe_images)
-        probes = ProbeSet(canvases, photos.label_tensor(), load_canvases(probed, device), probed.label_tensor())
-    return Run(args, device, model, teacher, distillation, photos, canvases, probes, Log(args.out / "train.csv"))
+    return Run(args, device, model, teacher, distillation, whole, pixels, common_grids(canvases), judge, log)
 
 
 def arguments() -> argparse.Namespace:
@@ -258,19 +289,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="go on from this directory, an earlier --out")
-    parser.add_argument("--distil-minutes", type=float, default=15)
-    parser.add_argument("--caption-minutes", type=float, default=2.5)
+    parser.add_argument("--distil-minutes", type=float, default=18)
+    parser.add_argument("--caption-minutes", type=float, default=3)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--caption-batch", type=int, default=512)
-    parser.add_argument("--pool", type=int, default=128, help="batches of views that are kept to be drawn from")
-    parser.add_argument("--uses", type=int, default=4, help="how often a view is drawn, on average")
+    parser.add_argument("--pool", type=int, default=64, help="batches of views that are kept to be drawn from")
+    parser.add_argument("--uses", type=int, default=6, help="how often a view is drawn, on average")
     parser.add_argument("--distil-rate", type=float, default=1.5e-3)
     parser.add_argument("--decay-from", type=float, default=0.4, help="share of a stage after which its rates fall")
-    parser.add_argument("--caption-rate", type=float, default=1e-3)
+    parser.add_argument("--caption-rate", type=float, default=1.5e-3)
     parser.add_argument("--probe-every", type=float, default=150, help="seconds between probes; each also saves")
-    parser.add_argument("--probe-images", type=int, default=2000, help="test photographs counted in the log, or 0")
     parser.add_argument("--log-every", type=int, default=250, help="steps")
     parser.add_argument("--train-images", type=int, help="only so many, for a quick look")
+    parser.add_argument("--pictures", type=int, help="only so many of the other pictures")
+    parser.add_argument("--held-out-every", type=int, default=HELD_OUT_EVERY, help="of the photographs of a class")
+    parser.add_argument("--cudnn", action="store_true", help="the teacher's depthwise convolutions by cuDNN")
     parser.add_argument("--statistics-batches", type=int, default=STATISTICS_BATCHES)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -281,8 +314,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     run = load_run(args)
     count = sum(parameter.numel() for parameter in run.model.parameters())
-    print(f"parameters {count:,}, teacher probe {run.probe(run.teacher)}", flush=True)
-    # Only now: the probe above meets too many shapes to try them all. A short run would not get the time back.
+    if run.judge is not None:
+        print(f"probe of the teacher {run.judge.probe_of_teacher(run.teacher)}", flush=True)
+    print(f"parameters {count:,}, crops of {len(run.photos.labels)} photographs and pictures", flush=True)
+    # Only now: the probes above meet too many shapes to try them all. A short run would not get the time back.
     torch.backends.cudnn.benchmark = args.distil_minutes > LEAST_MINUTES_TO_TRY
     torch.backends.cudnn.benchmark_limit = CONVOLUTIONS_TRIED
     distil(run)
