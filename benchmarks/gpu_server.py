@@ -12,6 +12,7 @@ first in its data directory; `--once` leaves it out. `--model` keeps the weights
 import argparse
 import itertools
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from tests.training import rl_datum
 NAME = "bench/model"
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 64, 4, 64, 256
 IN_FLIGHT = 4
+_TOLD = re.compile(r"GiB|compil|captured|reads weights|ready after|starts, |is back")
 STEP = types.AdamParams(learning_rate=1e-4)
 
 
@@ -89,7 +91,11 @@ def main() -> None:
             recover(server, training)
         finally:
             server.stop()
-            print(*(line for line in server.log.read_text().splitlines() if "GiB" in line), sep="\n")
+
+
+def print_log(server: Server) -> None:
+    """Print what the server has said of memory and of the time that its parts take, with the times of day."""
+    print(*(line for line in server.log.read_text().splitlines() if _TOLD.search(line)), sep="\n", flush=True)
 
 
 def prepare(model: Path, shape: Shape, in_fp8: bool) -> tuple[str, float]:
@@ -108,6 +114,7 @@ def first_answer(server: Server, start: str) -> None:
     sampling = server.client().create_sampling_client(base_model=NAME)
     sampling.sample(types.ModelInput.from_ints([1, 2, 3]), 1, types.SamplingParams(max_tokens=1)).result()
     print(f"{start} start: ready after {ready_s:.0f} s, answer after {time.perf_counter() - began:.0f} s", flush=True)
+    print_log(server)
 
 
 def print_memory() -> None:
@@ -238,6 +245,7 @@ def recover(server: Server, training: tinker.TrainingClient) -> None:
         victim.kill()
         worst = np.abs(np.subtract(before, scores())).max()
         print(f"{name} killed: next result after {time.perf_counter() - began:.1f} s, {worst:.2g} nats from before")
+        print_log(server)
 
 
 if __name__ == "__main__":
