@@ -109,10 +109,12 @@ class PackedLinear(LinearMethodBase):  # type: ignore[misc]
         """Give the layer its weight. Raises ValueError for a layer that ranks divide."""
         if input_size_per_partition != input_size or sum(output_partition_sizes) != output_size:
             raise ValueError("linears that stay in fp8 are not divided over ranks")
-        if len(output_partition_sizes) != len(self._is_packed):
-            raise ValueError(f"{len(output_partition_sizes)} parts of a linear, and {len(self._is_packed)} names")
-        self._outputs, self._inputs, self._dtype = output_partition_sizes, input_size, params_dtype
-        self._missing = set(range(len(output_partition_sizes)))
+        # Files may have a linear of several parts as one tensor.
+        self._outputs = output_partition_sizes if len(self._is_packed) > 1 else [output_size]
+        if len(self._outputs) != len(self._is_packed):
+            raise ValueError(f"{len(self._outputs)} parts of a linear, and {len(self._is_packed)} names")
+        self._inputs, self._dtype = input_size, params_dtype
+        self._missing = set(range(len(self._outputs)))
         weight = nn.Parameter(torch.empty(sum(self._sizes()), dtype=torch.uint8), requires_grad=False)
         weight.weight_loader = self._load  # type: ignore[attr-defined]
         layer.register_parameter("weight", weight)
