@@ -154,13 +154,13 @@ NOTES = """
   Nemotron. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
   of any other base. In memory, the base has twice the size of its files; the plan says so. With `--base-precision fp8`
   the decoder's linears stay in fp8 in both, and are dequantised for each product. vLLM's own fp8 is not used, since it
-  also rounds activations. Edges that 128 does not divide, modules that were not converted, and
-  experts in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL,
-  its MoE, Qwen3.5 MoE and DeepSeek-V3; on an H100, of Qwen3-VL and its MoE, with one copy of the base and with two; on an H200, of Qwen3-VL with linears that
-  stay in fp8, in one copy: engine and trainer differ by 0.011 and 0.056 nats.
-  No published file has been loaded yet. An adapter is trained on the dequantised numbers; nobody has measured how its
-  scores differ in an engine that computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or
-  scales, compressed-tensors and all other quantisation are refused by name, and so is `--full`.
+  also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in separate
+  tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE, Qwen3.5 MoE and
+  DeepSeek-V3; on an H100, of Qwen3-VL and its MoE, with one copy of the base and with two; on an H200, of Qwen3-VL with
+  linears that stay in fp8, in one copy: engine and trainer differ by 0.011 and 0.056 nats. No published file has been
+  loaded yet. An adapter is trained on the dequantised numbers; nobody has measured how its scores differ in an engine
+  that computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or scales, compressed-tensors
+  and all other quantisation are refused by name, and so is `--full`.
 - **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
   ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
   windows there yet. Attention in chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and
