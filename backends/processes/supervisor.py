@@ -49,7 +49,9 @@ class Supervisor:
         """The processes that are ready; empty while there are none."""
         self.num_failed_starts = 0
         """Number of starts that failed since the group was last ready."""
-        self.on_loading: OnLoading = ignore_loading
+        self._on_loading: OnLoading = ignore_loading
+        self._phases: list[tuple[str, float]] = []
+        """What the first process of the start has done, and when it began that."""
         self._name, self._start_processes, self._prepare = name, start, prepare
         self._restart, self._silence = restart, silence
         self._latest: list[Child] = []
@@ -63,8 +65,14 @@ class Supervisor:
 
     async def start(self, on_loading: OnLoading) -> None:
         """Start the group. `on_loading` is called during this start and later ones. Raises BackendFailed."""
-        self.on_loading = on_loading
+        self._on_loading = on_loading
         await self._start()
+
+    def on_loading(self, process: str, loading: Loading | None) -> None:
+        """Implement OnLoading: note the phases of a start, and pass the report on."""
+        if loading is not None and process in (child.name for child in self._latest[:1]):
+            self._note_phase(loading.doing)
+        self._on_loading(process, loading)
 
     async def stop(self) -> None:
         """End the group for good."""
@@ -136,6 +144,7 @@ class Supervisor:
 
     async def _start(self) -> None:
         began, children = time.monotonic(), list[Child]()
+        self._phases = []
         try:
             self._latest = children = await self._start_processes()
             for child in children:
@@ -147,12 +156,21 @@ class Supervisor:
         finally:
             for child in children:
                 self.on_loading(child.name, None)
-        log.info("%s is ready after %.0f s", self._name, time.monotonic() - began)
+        log.info("%s is ready after %.0f s: %s", self._name, time.monotonic() - began, self._times())
         self.children = children
         if self._watching is not None:
             self._watching.cancel()
         watching = self._watch(children)
         self._watching = asyncio.create_task(watching, name=f"watch over {self._name}", context=Context())
+
+    def _note_phase(self, doing: str) -> None:
+        if not self._phases or self._phases[-1][0] != doing:
+            self._phases.append((doing, time.monotonic()))
+
+    def _times(self) -> str:
+        """Describe how long each phase of the start has taken."""
+        ends = [began for _, began in self._phases[1:]] + [time.monotonic()]
+        return ", ".join(f"{doing} {end - began:.0f} s" for (doing, began), end in zip(self._phases, ends, strict=True))
 
     async def _watch(self, children: Sequence[Child]) -> None:
         """End the group once one of it has died or is silent, then have it started again."""

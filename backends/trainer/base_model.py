@@ -112,10 +112,12 @@ class BaseModel:
                 compile_layers(model.get_decoder().layers)
                 warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled)
             if config.placement.trainer_bytes:
+                progress.does("measures memory")
                 self.memory = self._measured(model, world, config.placement.trainer_bytes)
             # A graph would hold collectives.
             can_be_captured = not self.is_coupled and all(map(can_be_compiled, model.get_decoder().layers))
             if self.packs and can_be_captured and self.weights.base_is_frozen:
+                progress.does("tests graphs")
                 self._graphs = self._tested_graphs(config, world)
 
     def score(self, batch: Microbatch, scales_TR: Tensor, gradient: TokenGradient | None = None) -> Tensor:

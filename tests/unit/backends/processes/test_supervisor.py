@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 
@@ -67,6 +68,21 @@ async def test_when_one_dies_the_others_end_and_the_next_caller_starts_all_again
     assert len(group.started) == 8 and len(group.pids()) == 2
     assert [(one.is_alive, one.restarts) for one in supervised.processes()] == [(True, 1)] * 2
     await supervised.stop()
+
+
+async def test_the_log_says_how_long_each_phase_of_a_start_took(group: Group, caplog: pytest.LogCaptureFixture) -> None:
+    async def prepare(children: list[Child]) -> None:
+        for doing in ("reads weights", "reads weights", "compiles"):
+            for child in children:
+                supervised.on_loading(child.name, Loading(doing))
+            await asyncio.sleep(0.6)
+
+    supervised = Supervisor("two", group.start, prepare)
+    with caplog.at_level("INFO"):
+        await supervised.start(ignore_loading)
+    await supervised.stop()
+    (line,) = [line for line in caplog.messages if "is ready" in line]
+    assert re.fullmatch(r"two is ready after \d+ s: starts 0 s, reads weights 1 s, compiles 1 s", line), line
 
 
 async def test_a_group_that_restarts_by_itself_does_not_do_so_after_it_was_stopped(group: Group) -> None:
