@@ -54,7 +54,7 @@ SAMPLE_S = 10.0
 MIB = 1 << 20
 RESOLUTION_MIB = 16.0
 """Growth that is nothing: what allocators round on a GPU and beside it."""
-SETTLED = 1 / 3
+SETTLED = 1 / 2
 """Part of the time after which memory is judged."""
 WARM_LOSS, MOST_WARM_STEPS = 0.4, 300
 """Loss at which Carol goes on by rewards: then some answers are right."""
