@@ -26,12 +26,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import pynvml
 import tinker
 import tinker.types as types
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from backends.configure.gpus import all_gpus
 from benchmarks.gpu import RANK, peak_flops
 from benchmarks.handover import saves
 from benchmarks.shapes import SHAPES, Shape, make_model
@@ -119,10 +119,9 @@ def first_answer(server: Server, start: str) -> None:
 
 def print_memory() -> None:
     """Print what all processes together have of each GPU."""
-    pynvml.nvmlInit()
-    for number in range(pynvml.nvmlDeviceGetCount()):
-        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(number))
-        print(f"GPU {number}: {memory.used / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are taken", flush=True)
+    for gpu in all_gpus():
+        used, total = (size / 2**30 for size in (gpu.used_bytes, gpu.total_bytes))
+        print(f"GPU {gpu.index}: {used:.1f} of {total:.1f} GiB are taken", flush=True)
 
 
 def sample(server: Server, rounds: int, num_adapters: int) -> None:

@@ -32,7 +32,6 @@ from typing import Protocol
 
 import numpy as np
 import psutil
-import pynvml
 import tinker
 from tinker import types
 from transformers import AutoTokenizer
@@ -41,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from caltech10 import Conversation, Photo, load_photos, training_batch
 
+from backends.configure.gpus import all_gpus
 from benchmarks.slopes import slope
-from benchmarks.soak import of_processes
+from benchmarks.soak import MIB, of_processes
 from tests.servers import Server
 from tinker_server.auth import keys
 from tinker_server.embedded import DIRECTORIES, TINY_VL
@@ -51,7 +51,6 @@ TEXT = "long-run/text"
 RANK, BATCH, GROUP = 16, 16, 8
 RATE = types.AdamParams(learning_rate=2e-4)
 SAMPLE_S = 10.0
-MIB = 1 << 20
 RESOLUTION_MIB = 16.0
 """Growth that is nothing: what allocators round on a GPU and beside it."""
 SETTLED = 1 / 2
@@ -250,9 +249,7 @@ class Run:
         """Read it once."""
         values, _ = of_processes(server)
         found = {part: mib for (part, measure), mib in values.items() if measure == "memory, MiB"}
-        for number in range(num_gpus()):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(number))
-            found[f"GPU {number}"] = memory.used / MIB
+        found |= {f"GPU {gpu.index}": gpu.used_bytes / MIB for gpu in all_gpus()}
         self.memory.append((self.seconds, found))
 
     def growing(self) -> dict[str, str]:
@@ -264,15 +261,6 @@ class Run:
             verdict = "GROWS" if line.grows(RESOLUTION_MIB) else "steady"
             found[part] = f"{line.mean:.0f} MiB, {line.per_hour:+.1f} +- {line.error_per_hour:.1f} an hour: {verdict}"
         return found
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs that can be read."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return 0
-    return int(pynvml.nvmlDeviceGetCount())
 
 
 @contextmanager
