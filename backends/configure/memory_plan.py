@@ -176,7 +176,7 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
-    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True) + size.unpacking_bytes(device)
+    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True) + size.unpacking_bytes
     if demand.context_parallel > 1:
         microbatch += demand.slice_tokens * size.exchanged_token_bytes
     if size.image_token is not None:
@@ -226,7 +226,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
     if tensor_parallel == 1:
-        parts["step"] += 2 * size.unpacking_bytes(device)  # gate and up are one matrix there
+        parts["step"] += 2 * size.unpacking_bytes  # gate and up are one matrix there
     if size.image_token is not None:
         parts["images"] = size.image_token.forward * step_tokens
     return parts | {"graphs": ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}

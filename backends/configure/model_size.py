@@ -80,13 +80,13 @@ class ModelSize:
         """Bytes of one copy of the base that no ranks divide."""
         return (self.numbers.base - self.packed_numbers) * self.number_bytes + self.packed_bytes
 
-    def unpacking_bytes(self, device: str) -> int:
-        """Return the bytes of the largest matrix that is dequantised for a product; on a CPU, also of its numbers and
-        scales in float32."""
+    @property
+    def unpacking_bytes(self) -> int:
+        """Bytes of the largest matrix that is dequantised for a product."""
         if not self.packed_numbers:
             return 0
         largest = max(one.outputs * one.inputs for one in self.numbers.matrices if not one.in_tower)
-        return largest * (self.number_bytes + (8 if device == "cpu" else 0))
+        return largest * self.number_bytes
 
     @property
     def trains_tower(self) -> bool:

@@ -8,6 +8,7 @@ transformers nor vLLM.
 N outputs, K inputs, I and J blocks of them, B bytes of a packed matrix
 """
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -24,6 +25,8 @@ SCALE = "_scale_inv"
 _WEIGHT, _SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
 """Types in the files."""
 _METHOD = "fp8"
+_BLOCKS_AT_ONCE = 8
+"""Rows of blocks that are unpacked in plain torch at once: they are in float32 meanwhile."""
 _ALIGNED = 16
 """Bytes at a multiple of which numbers begin, by which kernels read them fastest."""
 _KNOWN: dict[str, tuple[list[object], str]] = {
@@ -99,11 +102,21 @@ def packed(weight_NK: Tensor, scale_IJ: Tensor) -> Tensor:
 def unpack(weight_B: Tensor, found_NK: Tensor) -> Tensor:
     """Write the dequantised matrix to `found_NK`, which is contiguous, and return it."""
     numbers_NK, scale_IJ = halves(weight_B, *found_NK.shape)
-    if not found_NK.is_cuda:
-        return found_NK.copy_(dequantised(numbers_NK, scale_IJ, found_NK.dtype))
-    from backends.kernels.fp8 import dequantise
+    if _has_kernel(found_NK.device):
+        from backends.kernels.fp8 import dequantise
 
-    return dequantise(numbers_NK, scale_IJ, BLOCK, found_NK)
+        return dequantise(numbers_NK, scale_IJ, BLOCK, found_NK)
+    for first in range(0, len(scale_IJ), _BLOCKS_AT_ONCE):
+        rows = slice(first * BLOCK, (first + _BLOCKS_AT_ONCE) * BLOCK)
+        scale = scale_IJ[first : first + _BLOCKS_AT_ONCE]
+        found_NK[rows] = dequantised(numbers_NK[rows], scale, found_NK.dtype)
+    return found_NK
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether a kernel dequantises there: Triton converts fp8 from Ada on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def halves(weight_B: Tensor, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def test_rows_of_a_file_are_those_of_the_whole(shape: tuple[int, ...], tmp_path:
             assert files.slice("w")[index].equal(whole[index]), begin
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (130, 140), (7, 300), (257, 16)])
+@pytest.mark.parametrize("shape", [(128, 128), (130, 140), (7, 300), (257, 16), (2100, 140)])
 def test_a_packed_matrix_has_its_numbers_and_scales(shape: tuple[int, int]) -> None:
     weight, scale = made(*shape)
     weight_B = packed(weight, scale)
