@@ -38,7 +38,8 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.processes.rpc import KeepWaiting, OnPart, serve
-from backends.sampler.engine import check_version, engine_args, layout_args, stays_in_fp8
+from backends.sampler.engine import check_version, engine_args, layout_args
+from backends.sampler.vllm_patches.block_fp8 import staying
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,8 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             self._shared = share(_parameters(self._loaded).values())
         else:
             super().load_model()
-        dtype, staying = self.vllm_config.model_config.dtype, stays_in_fp8(self._spec)
-        with Files(Path(self._spec.directory), dtype, staying) as files:
+        config = self.vllm_config.model_config
+        with Files(Path(self._spec.directory), config.dtype, staying(config)) as files:
             found = find_views(holder_config(self._spec), files)  # layers are registered with a configuration, once
         held = _parameters(self._loaded)
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}

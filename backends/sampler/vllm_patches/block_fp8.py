@@ -34,23 +34,24 @@ def packed_config(names: Collection[str]) -> dict[str, object]:
     return {"quant_method": METHOD, _STAYING: sorted(names)}
 
 
-def _staying(config: Mapping[str, Any] | None) -> Collection[str]:
-    """Return the names in such a config; none of another."""
-    return set(config[_STAYING]) if config is not None and config.get("quant_method") == METHOD else ()
+def staying(config: ModelConfig) -> Collection[str]:
+    """Return the names of a model's tensors that stay in fp8."""
+    found: Mapping[str, Any] | None = getattr(config.hf_config, "quantization_config", None)
+    return set(found[_STAYING]) if found is not None and found.get("quant_method") == METHOD else ()
 
 
 @register_quantization_config(METHOD)
 class PackedFp8(QuantizationConfig):  # type: ignore[misc]
     """Has linears of the decoder keep packed weights."""
 
-    def __init__(self, staying: Collection[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         super().__init__()
-        self._staying = {_key(name.removesuffix(".weight")) for name in staying}
+        self._staying = {_key(name.removesuffix(".weight")) for name in names}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PackedFp8":
         """Make it of a model's quantization_config."""
-        return cls(_staying(config))
+        return cls(config[_STAYING])
 
     def get_name(self) -> str:
         """Return the name by which vLLM knows it."""
@@ -62,7 +63,7 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the least compute capability: Hopper's predecessor converts fp8 in software."""
+        """Return the least compute capability, which is that of bfloat16."""
         return 80
 
     @staticmethod
@@ -76,7 +77,7 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
             return None
         stem, _, last = _key(prefix).rpartition(".")
         parts = [f"{stem}.{part}" in self._staying for part in self.packed_modules_mapping.get(last, [last])]
-        return PackedLinear(parts) if any(parts) else UnquantizedLinearMethod()
+        return PackedLinearMethod(parts) if any(parts) else UnquantizedLinearMethod()
 
 
 def _key(name: str) -> str:
@@ -84,7 +85,7 @@ def _key(name: str) -> str:
     return name.partition("layers.")[2]
 
 
-class PackedLinear(LinearMethodBase):  # type: ignore[misc]
+class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """A linear whose weight is the bytes of its parts, one behind the other: packed, or as numbers where the file has
     no fp8."""
 
@@ -158,8 +159,7 @@ class PackedLinear(LinearMethodBase):  # type: ignore[misc]
 
 def _joining(read: Callable[..., Weights]) -> Callable[..., Weights]:
     def get_all_weights(self: DefaultModelLoader, model_config: ModelConfig, model: nn.Module) -> Weights:
-        staying = _staying(getattr(model_config.hf_config, "quantization_config", None))
-        return joined(read(self, model_config, model), model_config.dtype, staying)
+        return joined(read(self, model_config, model), model_config.dtype, staying(model_config))
 
     return get_all_weights
 

@@ -93,7 +93,9 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     lay_out_experts(model, own, dtype)
     unlimit_time_steps(model)
     if staying:
-        _pack_linears(config, staying, tensors, model, own, world.device)
+        for name, weight_B in _packed(config, staying, tensors):
+            _pack_linear(name, model)
+            own[name] = weight_B.to(world.device)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
@@ -166,23 +168,22 @@ class _StandIn:
         return torch.zeros((), dtype=self.dtype).expand(self.shape)
 
 
-def _pack_linears(  # noqa: PLR0913
-    spec: ModelSpec,
-    staying: Collection[str],
-    tensors: BaseTensors | None,
-    model: PreTrainedModel,
-    own: dict[str, Tensor],
-    device: torch.device,
-) -> None:
-    """Replace the linears whose tensors stay in fp8, and these tensors in `own`."""
-    found = {} if tensors is None else {**tensors.mapped, **tensors.own}
-    with Files(Path(spec.directory), getattr(torch, spec.dtype), staying) as files:
-        for name in staying:
-            module = name.removesuffix(".weight")
-            linear = model.get_submodule(module)
-            assert isinstance(linear, nn.Linear)
-            model.set_submodule(module, PackedLinear(linear))
-            own[name] = (found[name] if name in found else files.tensor(name)).to(device)
+def _packed(spec: ModelSpec, names: Collection[str], tensors: BaseTensors | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that stay in fp8 by name, packed: those that are read already, or from the files."""
+    if tensors is not None:
+        read = {**tensors.mapped, **tensors.own}
+        yield from ((name, read[name]) for name in names)
+        return
+    with Files(Path(spec.directory), getattr(torch, spec.dtype), names) as files:
+        yield from ((name, files.tensor(name)) for name in names)
+
+
+def _pack_linear(name: str, model: PreTrainedModel) -> None:
+    """Replace the linear of a tensor that stays in fp8."""
+    module = name.removesuffix(".weight")
+    linear = model.get_submodule(module)
+    assert isinstance(linear, nn.Linear)
+    model.set_submodule(module, PackedLinear(linear))
 
 
 def _made_of(
