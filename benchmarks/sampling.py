@@ -182,6 +182,7 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
         device=given.device,
         max_context_length=2048,
         kv_cache_bytes=30 << 30,
+        base_copies=2,  # one copy would wait for the process that holds it, and bare vLLM reads its own
         scratch_dir=scratch / "scratch",
     )
     model = make_models(describe_models(config))[NAME]

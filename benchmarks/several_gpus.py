@@ -112,7 +112,7 @@ def main() -> None:
         one = asyncio.run(seconds(spec, batches))
         if given.gpus == 1:
             return
-        two = asyncio.run(seconds(replace(spec, mesh=Mesh(context=2) if given.long else Mesh(replicate=2)), batches))
+        two = asyncio.run(seconds(replace(spec, mesh=Mesh(replicate=2, context=2 if given.long else 1)), batches))
     for name in one:
         print(f"two GPUs over one, {name}: {one[name] / two[name]:.2f}")
 

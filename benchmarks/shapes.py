@@ -1,6 +1,7 @@
 """Models in the shape of published ones, with random weights and a tiny model's tokenizer and processor."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -138,14 +139,17 @@ def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
         return _write_layers(directory, config, in_fp8=in_fp8)
     with torch.device("cuda", 0):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
-    # Random layers of linear attention make rounding large: each adds less to the stream, as in GPT-2's start.
+    # Random layers of linear attention make rounding large: each adds less to the stream, as in GPT-2's start, and the
+    # stream begins at the size to which they add, where no head shares the embedding.
     is_small = "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or [])
+    is_large = is_small and not config.tie_word_embeddings
     part = (2 * config.get_text_config().num_hidden_layers) ** -0.5 if is_small else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                adds = ".layers." in name and name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight"))
-                parameter.normal_(0, _inputs(parameter) ** -0.5 * (part if adds else 1.0))
+                adds = re.search(r"\.layers\..*(out_proj|o_proj|down_proj)(\.weight)?$", name)
+                begins = is_large and name.endswith("embed_tokens.weight")
+                parameter.normal_(0, 1.0 if begins else _inputs(parameter) ** -0.5 * (part if adds else 1.0))
     model.save_pretrained(directory)
     return directory
 
