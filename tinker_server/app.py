@@ -77,8 +77,9 @@ from tinker_server.weights.saving import Saving
 from tinker_server.weights.uploads import Uploads
 
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
-REPLAY_S = 120.0
-"""Trainer seconds after which a model's snapshot is taken, which bounds the time that its log replay takes."""
+REPLAY_S, LONGEST_REPLAY_S = 20.0, 120.0
+"""Seconds of a model's work after which a snapshot is taken, where it costs little, and where it costs much: they bound
+the time for which its log runs again after a crash."""
 INTERRUPTED_S = 20.0
 """Seconds of a log replay after which a snapshot is taken too, which bounds what an interruption loses."""
 RECENT_RESULTS_BYTES = 64 << 20
@@ -181,7 +182,10 @@ def build_services(
     sessions, samplers = SessionStore(db), SamplerStore(db)
     futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
     bases, replay = BaseModels(backend.models), LogReplay(futures, checkpoints, storage)
-    snapshots = Snapshots(SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S, INTERRUPTED_S))
+    limits = SnapshotLimits(
+        settings.snapshot_every_s, settings.log_bytes, REPLAY_S, LONGEST_REPLAY_S, interrupted_s=INTERRUPTED_S
+    )
+    snapshots = Snapshots(limits)
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
     client_metrics = ClientMetricStore(db)
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)

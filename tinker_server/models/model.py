@@ -31,6 +31,8 @@ LOGGED: tuple[str, ...] = ("forward_backward", "optim_step", "load_weights")
 """Operations that change a model, apart from making it."""
 RETRY_S = 30.0
 """Pause after a snapshot that failed."""
+COPYING_PART, WRITING_PART = 0.01, 0.1
+"""Parts of a model's work for which its snapshots may be copied, and written, before they are taken less often."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,16 @@ class SnapshotLimits:
     every_s: float
     log_bytes: int
     replay_s: float
+    """Seconds that running the log again may take, where a snapshot costs little."""
+    longest_replay_s: float
+    """The same however much it costs."""
     interrupted_s: float
     """Seconds of running the log again that an interruption may cost."""
+
+    def replay_of(self, copying_s: float, writing_s: float) -> float:
+        """Return the seconds of a log that are worth a snapshot which takes so long to copy and to write."""
+        worth_s = max(self.replay_s, copying_s / COPYING_PART, writing_s / WRITING_PART)
+        return min(worth_s, self.longest_replay_s)
 
 
 @dataclass
@@ -104,6 +114,10 @@ class Model:
         """Time since which the model is at hand for the running operation; None: not yet."""
         self._writing: asyncio.Task[bool] | None = None
         """Writes and records a snapshot; its value is whether it was recorded."""
+        self._copying_s: float | None = None
+        """Shortest time in which a snapshot was copied: in longer ones it waited for the trainer."""
+        self._writing_s = 0.0
+        """Time in which the latest one was written."""
 
     @property
     def is_active(self) -> bool:
@@ -239,8 +253,12 @@ class Model:
         if self.log.is_empty or self.is_writing:
             return
         limits, age_s = self._stores.snapshots.limits, time.monotonic() - self.log.since
-        parts = (age_s / limits.every_s, self.log.size_bytes / limits.log_bytes, self.log.seconds / limits.replay_s)
-        is_long = max(parts) > (1 if operation_kind == "optim_step" else 2)
+        times = 1 if operation_kind == "optim_step" else 2
+        is_long = (
+            age_s > times * limits.every_s
+            or self.log.size_bytes > times * limits.log_bytes
+            or self.log.seconds > times * limits.replay_of(self._copying_s or 0.0, self._writing_s)
+        )
         if (is_long or self.log.must_end) and time.monotonic() > self.log.not_before:
             await self._take_snapshot(self._stores.futures.queue.last_position)
 
@@ -325,7 +343,10 @@ class Model:
         try:
             run = await self._find()
             directory = await self._stores.storage.reserve(self.id, "snapshots", "model")
+            began = time.monotonic()
             written = await self._trainer_of(run).snapshot(self.id, self._stores.storage.path(directory))
+            took_s = time.monotonic() - began
+            self._copying_s = took_s if self._copying_s is None else min(self._copying_s, took_s)
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
             self._put_back(before, error)
             return
@@ -333,9 +354,10 @@ class Model:
         self._writing = asyncio.create_task(record, name=f"snapshot of {self.id}")
 
     async def _record(self, directory: str, position: int, before: Log, written: Awaitable[None]) -> bool:
-        stores = self._stores
+        stores, began = self._stores, time.monotonic()
         try:
             await written
+            self._writing_s = time.monotonic() - began
             await stores.futures.queue.flush()
             if stores.futures.queue.has_unstored(self.id, position):
                 return False  # the server stops while the database takes nothing

@@ -76,7 +76,7 @@ def build(data_dir: Path, backend: FakeBackend) -> House:
     runs, storage = RunStore(db), Storage(data_dir, db)
     futures = FutureStore(db, recent_bytes=0)
     bases, replay = BaseModels(backend.models), LogReplay(futures, CheckpointStore(db), storage)
-    stores = ModelStores(bases, runs, futures, storage, replay, Snapshots(SnapshotLimits(600, 1 << 20, 600, 600)))
+    stores = ModelStores(bases, runs, futures, storage, replay, Snapshots(SnapshotLimits(600, 1 << 20, 600, 600, 600)))
     holdings = Holdings(db, storage, 1000, 1)
     weights = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), holdings)
     saving = Saving(weights, AuditStore(db))
