@@ -40,6 +40,13 @@ A cell shows the number of cards, the longest context, the largest LoRA rank, an
 train at once. A dash means that eight cards of one machine are too few.
 
 """
+IN_FP8 = ("8b-text", "32b", "70b")
+FP8_HEAD = """
+## Bases in fp8
+With `--base-precision fp8`, the linears of a dense decoder that is published in fp8 by blocks stay so, in trainer and
+engine, in one copy. This table is for such files of the same models.
+
+"""
 COOKBOOK_HEAD = """
 ## The models of the cookbook
 These are the models that the cookbook's `model_info` names. Parameters are billions of numbers in the base, with the
@@ -93,6 +100,13 @@ def page() -> str:
         lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(_cell(size, card) for size in MODELS)} |")
     adapter_gib = shape("4b").adapter_numbers(32) * 4 / GIB
     not_found = textwrap.fill(NOT_IN_THE_TABLE + ", ".join(map(_short, NOT_FOUND)) + ".", 120, break_on_hyphens=False)
+    lines += [
+        FP8_HEAD + f"| card, memory | {' | '.join(MODELS[size] for size in IN_FP8)} |",
+        f"|---|{'---|' * len(IN_FP8)}",
+    ]
+    for card, memory_gib in CARDS_GIB.items():
+        cells = (_cell(size, card, in_fp8=True) for size in IN_FP8)
+        lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(cells)} |")
     lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found, _images_head() + "\n".join(_image_lines())]
     notes = NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
     return HEAD + "\n".join(lines) + "\n" + notes
@@ -153,18 +167,19 @@ def _short(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _cell(size: str, card: str) -> str:
+def _cell(size: str, card: str, *, in_fp8: bool = False) -> str:
     for count in COUNTS:
-        if (plan := _plan(size, f"{card}:{count}")) is not None:
+        if (plan := _plan(size, f"{card}:{count}", in_fp8=in_fp8)) is not None:
             (demand,) = plan.demands.values()
             return f"{count}: {demand.context}, rank {demand.lora_rank} x {demand.models_at_once}"
     return "-"
 
 
-def _plan(size: str, gpus: str) -> MemoryPlan | None:
+def _plan(size: str, gpus: str, *, in_fp8: bool) -> MemoryPlan | None:
     names, sizes = zip(*cards(gpus), strict=True)
     try:
-        return make_plan([shape(size)], BackendConfig(), Machine(0, sizes, names), "cuda")
+        config = BackendConfig(base_precision="fp8" if in_fp8 else None)
+        return make_plan([shape(size, in_fp8=in_fp8)], config, Machine(0, sizes, names), "cuda")
     except BackendFailed:
         return None
 

@@ -5,10 +5,13 @@ import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from backends.config import BackendConfig
-from backends.configure.describe import read_size
+from backends.configure.describe import packed, read_size
 from backends.configure.model_size import ModelSize
+from backends.families.coverage import decoder_linears
+from backends.formats.block_fp8 import BLOCK
 from tests.published import COOKBOOK, OTHERS
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -24,14 +27,20 @@ _SHORT = {
 
 
 @cache
-def shape(name: str, *, train_vision: bool = False) -> ModelSize:
+def shape(name: str, *, train_vision: bool = False, in_fp8: bool = False) -> ModelSize:
     """Return the shapes of a published model, by its name or a short one, on CUDA. Its tokenizer and image processor
-    are the small model's. Raises BackendFailed, as a server would, for one that cannot be served."""
+    are the small model's. `in_fp8`: as if the decoder's linears were published in fp8, and stay so. Raises
+    BackendFailed, as a server would, for one that cannot be served."""
     config = {**COOKBOOK, **OTHERS}[_SHORT.get(name, name)]
+    if in_fp8:
+        block = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+        config = {**config, "quantization_config": {"quant_method": "fp8", **block}}
     with TemporaryDirectory() as directory:
         for file in Path(DIRECTORIES[TINY_VL]).iterdir():
             if file.suffix in (".json", ".jinja") and "index" not in file.name:
                 shutil.copy(file, directory)
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        settings = BackendConfig(models={name: name}, train_vision=train_vision)
-        return read_size(name, Path(directory), settings, "cuda")[1]
+        precision: Literal["fp8"] | None = "fp8" if in_fp8 else None
+        settings = BackendConfig(models={name: name}, train_vision=train_vision, base_precision=precision)
+        renderer, size = read_size(name, Path(directory), settings, "cuda")
+        return packed(size, decoder_linears(renderer.family, renderer.config, directory).values()) if in_fp8 else size

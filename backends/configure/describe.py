@@ -1,7 +1,7 @@
 """Find the configured base models, check that they can be served here, and make their specs. Loads no weights."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -129,7 +129,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
     if config.base_precision == "fp8":
-        size = _packed(size, directory, renderer)
+        size = packed(size, fp8_linears(renderer.family, renderer.config, str(directory)).values())
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
@@ -210,9 +210,8 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     return renderer
 
 
-def _packed(size: ModelSize, directory: Path, renderer: Renderer) -> ModelSize:
-    """Return the size of a base whose linears stay in fp8 in a trainer."""
-    shapes = fp8_linears(renderer.family, renderer.config, str(directory)).values()
+def packed(size: ModelSize, shapes: Collection[tuple[int, int]]) -> ModelSize:
+    """Return the size of a base whose linears of these outputs and inputs stay in fp8."""
     num_bytes = sum(block_fp8.packed_bytes(*shape) for shape in shapes)
     return replace(size, packed_numbers=sum(rows * columns for rows, columns in shapes), packed_bytes=num_bytes)
 
