@@ -72,7 +72,9 @@ def _forked(folder: str, connection: socket.socket) -> int:
 def _forker() -> socket.socket:
     """Start the process that forks; return the connection to it, with which it ends."""
     ours, theirs = socket.socketpair()
-    env = {**os.environ, **launcher._WITHOUT_BARS, **launcher._for_vllm(tiny_spec(Path()), ())}
+    # A fork of a process that has had several OpenMP threads would wait for them.
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **launcher._WITHOUT_BARS, **launcher._for_vllm(tiny_spec(Path()), ()), **one_thread}
     command = [sys.executable, "-m", __name__, str(theirs.fileno())]
     with theirs:
         process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
