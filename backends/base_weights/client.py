@@ -59,13 +59,17 @@ class BaseWeights:
         """Return the states of the holders that were started last."""
         return self._supervisor.processes()
 
-    def mapped_by(self, start_workers: Callable[P, Awaitable[list[Child]]]) -> Callable[P, Awaitable[list[Child]]]:
-        """Return `start_workers` for processes that map the weights: they import beside the holders, which must be
-        there before they do more, and end with them."""
+    def mapped_by(
+        self, start_workers: Callable[P, Awaitable[list[Child]]], *, they_wait: bool = False
+    ) -> Callable[P, Awaitable[list[Child]]]:
+        """Return `start_workers` for processes that map the weights, and end with the holders. Either `they_wait` for
+        the holders themselves, or they import beside them and do no more before the holders are there."""
         if not self._is_held:
             return start_workers
 
         async def start(*args: P.args, **kwargs: P.kwargs) -> list[Child]:
+            if they_wait:
+                return self._with_users(await start_workers(*args, **kwargs))
             async with tasks.running([self._running()]) as [holders]:
                 children = await start_workers(*args, **kwargs)
                 try:
@@ -73,10 +77,13 @@ class BaseWeights:
                 except BaseException:
                     await asyncio.gather(*(one.stop(GRACE_S) for one in children))
                     raise
-            self._users = [*(one for one in self._users if not one.died.is_set()), *children]
-            return children
+            return self._with_users(children)
 
         return start
+
+    def _with_users(self, children: list[Child]) -> list[Child]:
+        self._users = [*(one for one in self._users if not one.died.is_set()), *children]
+        return children
 
     async def _running(self) -> None:
         """Wait until the weights are held."""
@@ -84,8 +91,8 @@ class BaseWeights:
         await self._supervisor.running()
 
     async def _start(self, start_workers: Callable[[ModelSpec], Awaitable[list[Child]]]) -> list[Child]:
-        await asyncio.gather(*(one.stop(GRACE_S) for one in self._users))
-        self._users = []
+        users, self._users = self._users, []
+        await asyncio.gather(*(one.stop(GRACE_S) for one in users))
         return await start_workers(self.spec)
 
     async def _load(self, holders: list[Child]) -> None:

@@ -93,7 +93,7 @@ def make_models(found: Mapping[str, FoundModel], *, may_grow: bool = False) -> d
             texts = TokenTexts(Path(one.spec.directory))
             base = BaseWeights(one.spec)
             trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
-            sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler), may_grow=may_grow)
+            sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler, they_wait=True), may_grow=may_grow)
             made[one.spec.directory] = LocalModel(one.spec, base, trainer, sampler, one.renderer, texts)
     return {name: replace(made[one.spec.directory], spec=one.spec) for name, one in found.items()}
 

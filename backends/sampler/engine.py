@@ -22,6 +22,8 @@ from backends.sampler.vllm_patches.targets import EXECUTOR, PATCHES
 
 VLLM_VERSION = "0.32.0"
 """The version whose internals `vllm_patches/` changes; those that it names are hashed, others may differ silently."""
+HOLDER_PATIENCE_S = 1800.0
+"""Time in which the weights of an engine must be held. A holder that fails ends its engines."""
 MAX_ADAPTERS = 32
 """Adapters held in main memory and in the scratch directory; more only while in use."""
 
@@ -67,12 +69,10 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
 
 
 def _mapping_args(config: ModelSpec) -> dict[str, object]:
-    """Have the engine map the weights that the holder on its GPU has."""
+    """Have the engine map the weights that the holder on its GPU has, and wait for them before it allocates memory."""
     gpu = next(iter(config.placement.engines[0]), None)
-    args: dict[str, object] = {
-        "load_format": "ipc_cache",
-        "model_loader_extra_config": {"socket_path": str(config.base_socket(gpu)), "fallback": False},
-    }
+    loader = {"socket_path": str(config.base_socket(gpu)), "fallback": False, "state_timeout_s": HOLDER_PATIENCE_S}
+    args: dict[str, object] = {"load_format": "ipc_cache", "model_loader_extra_config": loader}
     return args | layout_args(config)
 
 

@@ -58,7 +58,7 @@ class Parts:
     def __init__(self, spec: ModelSpec) -> None:
         self.base = BaseWeights(spec)
         self.trainer = TrainerClient(self.base.spec, self.base.mapped_by(launch_trainer))
-        self.sampler = SamplerPool(self.base.spec, self.base.mapped_by(launch_sampler))
+        self.sampler = SamplerPool(self.base.spec, self.base.mapped_by(launch_sampler, they_wait=True))
 
     @property
     def socket(self) -> Path:
