@@ -1,6 +1,7 @@
-"""What owners share, as memory for bodies or connections for lists: each has a bounded part, and they wait in turn."""
+"""What owners share, as memory for bodies, connections for lists or the disk: each has a bounded part."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +11,11 @@ from tinker_server.errors import Busy
 
 WAIT_S = 60.0
 """Seconds to wait for room; the SDK retries a refused request."""
+HOUR_S = 3600.0
+RECORD_BYTES = 1024
+"""Bytes of a row in the database, beside what a client has in it."""
+RECORDS_BYTES = 64 << 20
+"""Bytes of rows that are kept for good and that an owner may add in an hour: 18 a second without a client's notes."""
 
 
 class Accounts:
@@ -54,3 +60,26 @@ class Accounts:
             self._in_flight[owner] -= 1
             if not self._in_flight[owner]:
                 del self._in_flight[owner], self._owners[owner]
+
+
+class Records:
+    """Bytes that each owner has added, in this hour, to the rows that are kept for good."""
+
+    def __init__(self, of_owner: int = RECORDS_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of_owner, self._clock = of_owner, clock
+        self._began = clock()
+        self._added: Counter[str] = Counter()
+
+    def add(self, owner: str, num_bytes: int = 0) -> None:
+        """Count one more row, with so many bytes of a client's. Raises Busy if it is too much for this hour."""
+        if self._clock() - self._began >= HOUR_S:
+            self._began = self._clock()
+            self._added.clear()
+        added = self._added[owner] + RECORD_BYTES + num_bytes
+        if added > self._of_owner:
+            raise Busy(
+                f"sessions, sampling sessions, models and entries of the audit log that were made in this hour have"
+                f" {self._of_owner} bytes, which is an owner's limit: make fewer, or go on in"
+                f" {self._began + HOUR_S - self._clock():.0f} s"
+            )
+        self._added[owner] = added

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend, OnLoading, ignore_loading
+from tinker_server.accounts import Records
 from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
@@ -186,7 +187,8 @@ def build_services(
         settings.snapshot_every_s, settings.log_bytes, REPLAY_S, LONGEST_REPLAY_S, interrupted_s=INTERRUPTED_S
     )
     snapshots = Snapshots(limits)
-    usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
+    records = Records()
+    usage, audit, steps, measured = UsageStore(db), AuditStore(db, records), StepStore(db), Metrics()
     client_metrics = ClientMetricStore(db)
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings)
@@ -241,6 +243,7 @@ def build_services(
         archives=Archives(storage, holdings),
         links=Links(settings.data_dir),
         ledger=Ledger(settings.max_body_bytes),
+        records=records,
     )
 
 

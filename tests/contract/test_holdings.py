@@ -14,6 +14,7 @@ import pytest
 
 from tests.fake_server import Running, forward_backward_body
 from tinker_server import app
+from tinker_server.accounts import HOUR_S, RECORDS_BYTES
 from tinker_server.auth import keys
 from tinker_server.operations.housekeeping import ARCHIVE_KEPT_S
 from tinker_server.store import holdings
@@ -138,3 +139,56 @@ def test_an_archive_that_another_owner_asked_for_is_held_for_an_hour(
     sweep(ARCHIVE_KEPT_S + 60)
     assert held() == without and being_written.exists()
     assert httpx.get(link).status_code == 200, "it is packed again while the link is valid"
+
+
+ONE = "/training_runs/{model_id}/checkpoints/weights/n1"
+RECORDING = {
+    "a session": ("POST", "/create_session", {"tags": [], "sdk_version": "0.38.0"}),
+    "a sampling session": (
+        "POST",
+        "/create_sampling_session",
+        {"session_id": "{session_id}", "sampling_session_seq_id": 7, "base_model": "tiny"},
+    ),
+    "a model": (
+        "POST",
+        "/create_model",
+        {"session_id": "{session_id}", "model_seq_id": 7, "base_model": "tiny", "lora_config": {"rank": 8}},
+    ),
+    "a project": ("PUT", "/sessions/{session_id}/project", {"project_id": "p"}),
+    "publishing": ("POST", f"{ONE}/publish", None),
+    "hiding": ("DELETE", f"{ONE}/publish", None),
+    "expiring": ("PUT", f"{ONE}/ttl", {"ttl_seconds": 3600}),
+    "downloading": ("GET", f"{ONE}/archive", None),
+    "copying": (
+        "POST",
+        "/copy_weights",
+        {"source_path": "tinker://{model_id}/weights/n1", "session_id": "{session_id}", "model_seq_id": 9},
+    ),
+    "deleting": ("DELETE", ONE, None),
+}
+"""Requests that leave a record for good."""
+
+
+@pytest.mark.parametrize(("method", "path", "body"), RECORDING.values(), ids=RECORDING)
+def test_an_owner_leaves_so_many_records_in_an_hour(
+    bob: dict[str, str], server: Running, method: str, path: str, body: dict[str, object] | None
+) -> None:
+    model_id = server.model()
+    saved(server, model_id, 1)
+    ids = {"model_id": model_id, "session_id": model_id.partition(":")[0]}
+    filled = None if body is None else {k: v.format(**ids) if isinstance(v, str) else v for k, v in body.items()}
+    records = server.app.state.services.records
+
+    def asked() -> httpx.Response:
+        return server.http.request(method, path.format(**ids), json=filled)
+
+    records._added["alice"] = RECORDS_BYTES - 1000
+    refused = asked()
+    assert refused.status_code == 429 and "retry-after" in refused.headers
+    assert f"have {RECORDS_BYTES} bytes, which is an owner's limit" in refused.json()["detail"]
+    notes = {"tags": [], "user_metadata": {"note": "x" * 5000}, "sdk_version": "0.38.0"}
+    other = server.http.post("/create_session", json=notes, headers=bob)
+    assert other.status_code == 200 and records._added["bob"] > 5000
+    records._began -= HOUR_S
+    assert asked().status_code < 400
+    assert 0 < records._added["alice"] < 10_000

@@ -33,6 +33,7 @@ from api_schemas.weights import Kind, TinkerPath, check_name
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import (
     BadRequest,
+    Busy,
     LimitReached,
     ModelIdTaken,
     SessionFinished,
@@ -63,7 +64,7 @@ from tinker_server.weights.saving import check_ttl
 
 router = APIRouter()
 ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-OF_WEIGHTS = refused(BadRequest, UnknownCheckpoint)
+OF_WEIGHTS = refused(BadRequest, UnknownCheckpoint, Busy)
 MOVED: Described = {302: {"description": "`Location` is a link to the tar.gz, valid for an hour."}}
 
 
@@ -135,6 +136,7 @@ async def list_checkpoints_of_run(
 @router.post(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
 async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Let every client load the weights. Repeating it changes nothing."""
+    audit.admit(caller)
     await checkpoints.set_public(path, True, caller, time.time())
     await _note(audit, caller, "checkpoint_published", path)
     return Response(status_code=204)
@@ -143,6 +145,7 @@ async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, 
 @router.delete(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
 async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Undo publish."""
+    audit.admit(caller)
     await checkpoints.set_public(path, False, caller, time.time())
     await _note(audit, caller, "checkpoint_unpublished", path)
     return Response(status_code=204)
@@ -153,6 +156,7 @@ async def set_ttl(
     path: CheckpointPath, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit, caller: Caller
 ) -> Response:
     """Set the seconds from now after which weights expire; null: never."""
+    audit.admit(caller)
     check_ttl(request.ttl_seconds)
     now = time.time()
     await checkpoints.set_expiry(path, None if request.ttl_seconds is None else now + request.ttl_seconds, caller, now)
@@ -165,6 +169,7 @@ async def external_weights_urls(
     path: CheckpointPath, server: Server, url: ServerUrl, caller: Caller
 ) -> ExternalWeightsUrlsResponse:
     """Return signed URLs of the files of weights saved by save_weights_external."""
+    server.audit.admit(caller)
     if path.kind != "external_weights":
         raise BadRequest(f"{path} cannot be downloaded file by file; only weights of save_weights_external can")
     checkpoint = await server.checkpoints.require_readable(path, {caller}, time.time())
@@ -180,6 +185,7 @@ async def external_weights_urls(
 @router.get(f"{ONE}/archive", status_code=302, response_class=RedirectResponse, responses=OF_WEIGHTS | MOVED)
 async def archive(path: CheckpointPath, server: Server, url: ServerUrl, caller: Caller) -> Response:
     """Redirect to the weights as one tar.gz, which clients before 0.36 download."""
+    server.audit.admit(caller)
     checkpoint = await server.checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
     await _note(server.audit, caller, "checkpoint_read", path, purpose="download")
@@ -192,6 +198,7 @@ async def delete(
     path: CheckpointPath, checkpoints: Checkpoints, storage: StorageDep, audit: Audit, caller: Caller
 ) -> Response:
     """Delete the weights' record, then their files. Copies keep theirs; sampling sessions on them fail then."""
+    audit.admit(caller)
     await storage.delete(await checkpoints.take(path, caller))
     await _note(audit, caller, "checkpoint_deleted", path)
     return Response(status_code=204)
@@ -213,7 +220,7 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, ca
 
 @router.post(
     "/copy_weights",
-    responses=refused(BadRequest, UnknownCheckpoint, ModelIdTaken, UnknownSession, SessionFinished),
+    responses=refused(BadRequest, UnknownCheckpoint, ModelIdTaken, UnknownSession, SessionFinished, Busy),
 )
 async def copy_weights(
     request: CopyWeightsRequest,
@@ -225,6 +232,7 @@ async def copy_weights(
     ] = None,
 ) -> CopyWeightsResponse:
     """Copy weights to a path of their own. A retry with the same idempotency key gets the first copy's path."""
+    server.audit.admit(caller)
     readers = server.keys.readers(caller, x_tinker_weights_access_token or request.weights_access_token)
     path = await server.copying.copy(request, x_idempotency_key, caller, readers)
     await _note(server.audit, caller, "checkpoint_copied", path, source_path=request.source_path)
@@ -254,7 +262,7 @@ async def external_weights_upload_start(  # noqa: PLR0913 - three are headers
 
 @router.post(
     "/external_weights_upload_finish",
-    responses=refused(BadRequest, LimitReached, UnknownBaseModel, UnknownUpload, UploadFailed),
+    responses=refused(BadRequest, LimitReached, UnknownBaseModel, UnknownUpload, UploadFailed, Busy),
 )
 async def external_weights_upload_finish(
     request: UploadFinishRequest, server: Server, caller: Caller
@@ -263,6 +271,7 @@ async def external_weights_upload_finish(
 
     A repeat waits for the first one, and gets its path.
     """
+    server.audit.admit(caller)
     path = await server.uploads.finish(request.upload_id, caller)
     await _note(server.audit, caller, "checkpoint_uploaded", path)
     return UploadFinishResponse(tinker_path=str(path))

@@ -47,13 +47,14 @@ MAX_CLIENTS = 10**9
 
 @router.post(
     "/create_sampling_session",
-    responses=refused(UnknownSession, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel),
+    responses=refused(UnknownSession, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel, Busy),
 )
 async def create_sampling_session(
     request: CreateSamplingSessionRequest, server: Server, caller: Caller
 ) -> CreateSamplingSessionResponse:
     """Bind a sampling session to a base model or to saved weights, which are loaded when first used."""
     await server.sessions.require_open(request.session_id, caller)
+    server.records.add(caller)
     found = await find_weights(server.weights, request.base_model, request.model_path, caller)
     sampler = SamplingSession(
         sampling_session_id=ids.sampling_session_id(request.session_id, request.sampling_session_seq_id),

@@ -21,25 +21,26 @@ from api_schemas.sessions import (
     SessionStatus,
     SessionSummary,
 )
-from tinker_server.errors import BadRequest, HeartbeatEnded, ScopeRefused, UnknownSession
+from tinker_server.errors import BadRequest, Busy, HeartbeatEnded, ScopeRefused, UnknownSession
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
 from tinker_server.store.records import Session
-from tinker_server.web.deps import Audit, Caller, CatalogDep, KnownKey, Runs, Sessions
+from tinker_server.web.deps import Audit, Caller, CatalogDep, KnownKey, Runs, Server, Sessions
 from tinker_server.web.parameters import AskedScope, IdempotencyKey, SessionIdInPath, ShortPage
 from tinker_server.web.refusals import refused
 
 router = APIRouter()
 
 
-@router.post("/create_session")
+@router.post("/create_session", responses=refused(Busy))
 async def create_session(
     request: CreateSessionRequest,
-    sessions: Sessions,
+    server: Server,
     caller: Caller,
     x_idempotency_key: IdempotencyKey = None,
 ) -> CreateSessionResponse:
     """Start a session. A retry with the same idempotency key gets the first session."""
-    return CreateSessionResponse(session_id=await sessions.create(request, x_idempotency_key, caller))
+    server.records.add(caller, len(request.model_dump_json()))
+    return CreateSessionResponse(session_id=await server.sessions.create(request, x_idempotency_key, caller))
 
 
 @router.post("/session_heartbeat", responses=refused(UnknownSession, HeartbeatEnded))
@@ -100,11 +101,12 @@ async def get_session(
     )
 
 
-@router.put("/sessions/{session_id}/project", status_code=204, responses=refused(UnknownSession))
+@router.put("/sessions/{session_id}/project", status_code=204, responses=refused(UnknownSession, Busy))
 async def assign_project(
     session_id: SessionIdInPath, request: AssignProjectRequest, sessions: Sessions, audit: Audit, caller: Caller
 ) -> Response:
     """Move a session, with everything that it made, to a project. A project is only a name here."""
+    audit.admit(caller)
     await sessions.assign_project(session_id, request.project_id, caller)
     await audit.note("project_assigned", caller, session_id=session_id, project_id=request.project_id)
     return Response(status_code=204)

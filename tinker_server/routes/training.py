@@ -18,7 +18,7 @@ from api_schemas.training import (
     UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
-from tinker_server.errors import SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
+from tinker_server.errors import Busy, SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
 from tinker_server.store.futures.records import UNLOAD_SUFFIX
 from tinker_server.web.deps import Caller, Runs, ServedModels
 from tinker_server.web.refusals import OF_MODEL, SUBMIT, refused
@@ -30,7 +30,7 @@ router = APIRouter()
 @router.post(
     "/create_model",
     response_model_exclude_none=True,
-    responses=refused(UnknownSession, SessionFinished, *SUBMIT),
+    responses=refused(UnknownSession, SessionFinished, Busy, *SUBMIT),
 )
 async def create_model(
     submission: Annotated[Submission[CreateModelRequest], Depends(body_of("create_model"))],

@@ -11,7 +11,7 @@ from api_schemas.weights import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinker_server.errors import BadRequest, SessionFinished, UnknownModel, UnknownSession
+from tinker_server.errors import BadRequest, Busy, SessionFinished, UnknownModel, UnknownSession
 from tinker_server.web.refusals import OF_MODEL, SUBMIT, refused
 from tinker_server.web.submission import OwnModels, Submission, body_of
 
@@ -51,7 +51,7 @@ async def save_weights_external(
 @router.post(
     "/load_weights",
     response_model_exclude_none=True,
-    responses=refused(BadRequest, UnknownSession, UnknownModel, SessionFinished, *SUBMIT),
+    responses=refused(BadRequest, UnknownSession, UnknownModel, SessionFinished, Busy, *SUBMIT),
 )
 async def load_weights(
     submission: Annotated[Submission[LoadWeightsRequest], Depends(body_of("load_weights"))],

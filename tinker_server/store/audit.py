@@ -8,6 +8,7 @@ from typing import NamedTuple
 from sqlalchemy import Text, cast, false, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from tinker_server.accounts import Records
 from tinker_server.store.database import Database
 from tinker_server.store.tables import AuditEntryRow
 
@@ -29,8 +30,12 @@ class AuditEntry(NamedTuple):
 class AuditStore:
     """Reads and writes the audit table."""
 
-    def __init__(self, db: Database) -> None:
-        self._db = db
+    def __init__(self, db: Database, records: Records) -> None:
+        self._db, self._records = db, records
+
+    def admit(self, owner: str) -> None:
+        """Count an action that an owner asks for, and that will be noted. Raises Busy for too many in an hour."""
+        self._records.add(owner)
 
     async def note(self, event: str, owner: str, **details: object) -> None:
         """Record an owner's action."""

@@ -8,6 +8,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 
 from backends.protocol import Backend
+from tinker_server.accounts import Records
 from tinker_server.auth.key import Key
 from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
@@ -90,6 +91,7 @@ class Services:
     archives: Archives
     links: Links
     ledger: Ledger
+    records: Records
 
     async def drain(self) -> None:
         """Wait a while for running work, answer all held polls, and move idle models to disk."""

@@ -93,8 +93,10 @@ class ModelQueue:
         return await submission.accept(self.server.scheduler, self.caller, model_id + lane_suffix, seq_id)
 
     async def accept_new(self, submission: Submission[R], session_id: str, model_seq_id: int) -> UntypedFuture:
-        """Queue an operation that makes a model, as number 0 of its lane. Raises UnknownSession, SessionFinished."""
+        """Queue an operation that makes a model, as number 0 of its lane. Raises UnknownSession, SessionFinished, and
+        Busy."""
         await self.server.sessions.require_open(session_id, self.caller)
+        self.server.records.add(self.caller, len(submission.body))
         lane = ids.model_id(session_id, model_seq_id)
         return await submission.accept(self.server.scheduler, self.caller, lane, 0)
 

@@ -17,6 +17,7 @@ from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from tests.fakes import FakeBackend
+from tinker_server.accounts import Records
 from tinker_server.app import serving
 from tinker_server.errors import DatabaseUnavailable, StartFailed, Superseded
 from tinker_server.settings import Settings
@@ -126,7 +127,7 @@ async def test_an_outage_is_two_lines_in_the_log(tmp_path: Path, caplog: pytest.
     caplog.set_level(logging.INFO, logger="tinker_server")
     db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}", retry_s=10, busy_timeout_ms=50)
     await db.migrate()
-    audit = AuditStore(db)
+    audit = AuditStore(db, Records())
     with locked(tmp_path / "a.db"):
         noting = asyncio.create_task(audit.note("event", "alice"))
         await asyncio.sleep(2)
@@ -175,7 +176,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 async def test_a_change_outlasts_the_end_of_every_connection(db: Database, database_url: str) -> None:
     if not database_url.startswith("postgresql"):
         pytest.skip("SQLite has no connections to lose")
-    audit = AuditStore(db)
+    audit = AuditStore(db, Records())
     for number in range(3):
         await audit.note(f"event {number}", "alice")
         await end_connections(database_url)
@@ -191,7 +192,7 @@ async def test_a_change_outlasts_the_end_of_every_connection(db: Database, datab
 async def test_a_change_waits_for_a_lock_longer_than_sqlite_does(tmp_path: Path) -> None:
     db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}", retry_s=10, busy_timeout_ms=100)
     await db.migrate()
-    audit = AuditStore(db)
+    audit = AuditStore(db, Records())
     with locked(tmp_path / "a.db"):
         noting = asyncio.create_task(audit.note("event", "alice"))
         await asyncio.sleep(1)
@@ -209,7 +210,7 @@ async def test_a_change_waits_for_a_lock_longer_than_sqlite_does(tmp_path: Path)
 async def test_shrinking_makes_no_writer_wait_for_a_reader(tmp_path: Path) -> None:
     db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}")
     await db.migrate()
-    audit = AuditStore(db)
+    audit = AuditStore(db, Records())
     await audit.note("before", "alice")
     reader = sqlite3.connect(tmp_path / "a.db", isolation_level=None, check_same_thread=False)
     reader.execute("BEGIN")

@@ -15,6 +15,7 @@ from api_schemas.training import Trainable
 from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
 from backends.protocol import SavedForm
 from tests.fakes import FakeBackend
+from tinker_server.accounts import Records
 from tinker_server.errors import DatabaseUnavailable, SessionFinished
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Model, ModelStores, SnapshotLimits, Snapshots
@@ -79,7 +80,7 @@ def build(data_dir: Path, backend: FakeBackend) -> House:
     stores = ModelStores(bases, runs, futures, storage, replay, Snapshots(SnapshotLimits(600, 1 << 20, 600, 600, 600)))
     holdings = Holdings(db, storage, 1000, 1)
     weights = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), holdings)
-    saving = Saving(weights, AuditStore(db))
+    saving = Saving(weights, AuditStore(db, Records()))
     return House(data_dir, db, backend, SessionStore(db), runs, storage, stores, saving)
 
 
