@@ -65,21 +65,21 @@ class Accounts:
 class Records:
     """Bytes that each owner has added, in this hour, to the rows that are kept for good."""
 
-    def __init__(self, of_owner: int = RECORDS_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
-        self._of_owner, self._clock = of_owner, clock
-        self._began = clock()
+    def __init__(self) -> None:
+        self._began = time.monotonic()
         self._added: Counter[str] = Counter()
 
     def add(self, owner: str, num_bytes: int = 0) -> None:
         """Count one more row, with so many bytes of a client's. Raises Busy if it is too much for this hour."""
-        if self._clock() - self._began >= HOUR_S:
-            self._began = self._clock()
+        now = time.monotonic()
+        if now - self._began >= HOUR_S:
+            self._began = now
             self._added.clear()
         added = self._added[owner] + RECORD_BYTES + num_bytes
-        if added > self._of_owner:
+        if added > RECORDS_BYTES:
             raise Busy(
-                f"sessions, sampling sessions, models and entries of the audit log that were made in this hour have"
-                f" {self._of_owner} bytes, which is an owner's limit: make fewer, or go on in"
-                f" {self._began + HOUR_S - self._clock():.0f} s"
+                "sessions, sampling sessions, models and entries of the audit log that were made in this hour have"
+                f" {RECORDS_BYTES} bytes, which is an owner's limit: make fewer, or go on in"
+                f" {self._began + HOUR_S - now:.0f} s"
             )
         self._added[owner] = added

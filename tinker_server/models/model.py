@@ -10,6 +10,7 @@ stored: what it holds is never run again on it.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ LOGGED: tuple[str, ...] = ("forward_backward", "optim_step", "load_weights")
 RETRY_S = 30.0
 """Pause after a snapshot that failed."""
 COPYING_PART, WRITING_PART = 0.01, 0.1
-"""Parts of a model's work for which its snapshots may be copied, and written, before they are taken less often."""
+"""Parts of the time for which early snapshots of all models may be copied, which delays operations, and written."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,11 @@ class SnapshotLimits:
     every_s: float
     log_bytes: int
     replay_s: float
-    """Seconds that running the log again may take, where a snapshot costs little."""
+    """Seconds that running the log again takes, from which an early snapshot is taken if there is time for it."""
     longest_replay_s: float
-    """The same however much it costs."""
+    """Seconds that it may take."""
     interrupted_s: float
     """Seconds of running the log again that an interruption may cost."""
-
-    def replay_of(self, copying_s: float, writing_s: float) -> float:
-        """Return the seconds of a log that are worth a snapshot which takes so long to copy and to write."""
-        worth_s = max(self.replay_s, copying_s / COPYING_PART, writing_s / WRITING_PART)
-        return min(worth_s, self.longest_replay_s)
 
 
 @dataclass
@@ -61,6 +57,12 @@ class Snapshots:
     limits: SnapshotLimits
     num_taken: int = 0
     num_failed: int = 0
+    early_from: float = 0
+    """Time from which there may be another early one."""
+
+    def spend(self, seconds: float) -> None:
+        """Take no early snapshot for so long, after those before."""
+        self.early_from = max(self.early_from, time.monotonic()) + seconds
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,8 @@ class Model:
         """Time since which the model is at hand for the running operation; None: not yet."""
         self._writing: asyncio.Task[bool] | None = None
         """Writes and records a snapshot; its value is whether it was recorded."""
-        self._copying_s: float | None = None
+        self._copying_s = math.inf
         """Shortest time in which a snapshot was copied: in longer ones it waited for the trainer."""
-        self._writing_s = 0.0
-        """Time in which the latest one was written."""
 
     @property
     def is_active(self) -> bool:
@@ -252,14 +252,15 @@ class Model:
         """
         if self.log.is_empty or self.is_writing:
             return
-        limits, age_s = self._stores.snapshots.limits, time.monotonic() - self.log.since
-        times = 1 if operation_kind == "optim_step" else 2
+        snapshots, now = self._stores.snapshots, time.monotonic()
+        limits, times = snapshots.limits, 1 if operation_kind == "optim_step" else 2
         is_long = (
-            age_s > times * limits.every_s
+            now - self.log.since > times * limits.every_s
             or self.log.size_bytes > times * limits.log_bytes
-            or self.log.seconds > times * limits.replay_of(self._copying_s or 0.0, self._writing_s)
+            or self.log.seconds > times * limits.longest_replay_s
+            or (self.log.seconds > times * limits.replay_s and now > snapshots.early_from)
         )
-        if (is_long or self.log.must_end) and time.monotonic() > self.log.not_before:
+        if (is_long or self.log.must_end) and now > self.log.not_before:
             await self._take_snapshot(self._stores.futures.queue.last_position)
 
     async def settle(self) -> bool:
@@ -345,8 +346,8 @@ class Model:
             directory = await self._stores.storage.reserve(self.id, "snapshots", "model")
             began = time.monotonic()
             written = await self._trainer_of(run).snapshot(self.id, self._stores.storage.path(directory))
-            took_s = time.monotonic() - began
-            self._copying_s = took_s if self._copying_s is None else min(self._copying_s, took_s)
+            self._copying_s = min(self._copying_s, time.monotonic() - began)
+            self._stores.snapshots.spend(self._copying_s / COPYING_PART)
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
             self._put_back(before, error)
             return
@@ -357,7 +358,7 @@ class Model:
         stores, began = self._stores, time.monotonic()
         try:
             await written
-            self._writing_s = time.monotonic() - began
+            stores.snapshots.spend((time.monotonic() - began) / WRITING_PART)
             await stores.futures.queue.flush()
             if stores.futures.queue.has_unstored(self.id, position):
                 return False  # the server stops while the database takes nothing
