@@ -8,7 +8,7 @@ import json
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from backends.config import BackendConfig
@@ -95,21 +95,22 @@ NOTES = """
 
 def page() -> str:
     """The whole page."""
-    lines = [f"| card, memory | {' | '.join(MODELS.values())} |", f"|---|{'---|' * len(MODELS)}"]
-    for card, memory_gib in CARDS_GIB.items():
-        lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(_cell(size, card) for size in MODELS)} |")
     adapter_gib = shape("4b").adapter_numbers(32) * 4 / GIB
     not_found = textwrap.fill(NOT_IN_THE_TABLE + ", ".join(map(_short, NOT_FOUND)) + ".", 120, break_on_hyphens=False)
-    lines += [
-        FP8_HEAD + f"| card, memory | {' | '.join(MODELS[size] for size in IN_FP8)} |",
-        f"|---|{'---|' * len(IN_FP8)}",
-    ]
-    for card, memory_gib in CARDS_GIB.items():
-        cells = (_cell(size, card, in_fp8=True) for size in IN_FP8)
-        lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(cells)} |")
+    lines = [*_card_lines(MODELS), FP8_HEAD + "\n".join(_card_lines(IN_FP8, in_fp8=True))]
     lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found, _images_head() + "\n".join(_image_lines())]
     notes = NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
     return HEAD + "\n".join(lines) + "\n" + notes
+
+
+def _card_lines(sizes: Iterable[str], *, in_fp8: bool = False) -> Iterator[str]:
+    """Yield the lines of a table of models by cards."""
+    sizes = list(sizes)
+    yield f"| card, memory | {' | '.join(MODELS[size] for size in sizes)} |"
+    yield f"|---|{'---|' * len(sizes)}"
+    for card, memory_gib in CARDS_GIB.items():
+        cells = (_cell(size, card, in_fp8=in_fp8) for size in sizes)
+        yield f"| {card}, {memory_gib:g} GiB | {' | '.join(cells)} |"
 
 
 def _cookbook_lines() -> Iterator[str]:
