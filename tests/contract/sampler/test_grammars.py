@@ -27,7 +27,7 @@ def pattern(text: str) -> dict[str, Any]:
 
 ENDLESS = {
     "many optional letters": pattern("^" + "[a-z ]?" * 4000 + "$"),
-    "many properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}},
+    "many properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8000)}},
     "many alternatives": {"anyOf": [pattern(f"^[a-z ]{{1,{i}}}$") for i in range(1, 900)]},
 }
 
