@@ -8,7 +8,7 @@ import json
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from backends.config import BackendConfig
@@ -103,9 +103,8 @@ def page() -> str:
     return HEAD + "\n".join(lines) + "\n" + notes
 
 
-def _card_lines(sizes: Iterable[str], *, in_fp8: bool = False) -> Iterator[str]:
+def _card_lines(sizes: Collection[str], *, in_fp8: bool = False) -> Iterator[str]:
     """Yield the lines of a table of models by cards."""
-    sizes = list(sizes)
     yield f"| card, memory | {' | '.join(MODELS[size] for size in sizes)} |"
     yield f"|---|{'---|' * len(sizes)}"
     for card, memory_gib in CARDS_GIB.items():
