@@ -1,11 +1,12 @@
 """Start-up check: packed scoring must equal the model's own forward."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from backends.families.linear_attention import DELTA_RULES
@@ -20,6 +21,8 @@ from backends.trainer.model.packing import pack
 from backends.trainer.model.token_logprobs import Scorer
 
 Sample = tuple[Rendered, np.ndarray]
+Differences = tuple[float, float]
+"""The mean of the text where it is largest, and the largest of all tokens, in nats."""
 _WIDTHS = (8, 40, 128)
 """Summed ranks with which products are tried at start."""
 _SUMMED = (4096, 8192, 14592)
@@ -31,17 +34,41 @@ Samples that attend to each other differ by 0.25 and 0.96 and more."""
 _OF_DELTA_RULE = (0.2, 0.8)
 """The same in bfloat16 for a model with the delta rule and transformers' own forward, which rounds more: 0.143 on
 average on an H100, with random weights in the shape of a published model of 4 billion parameters."""
+_OF_ITS_ROUNDING = 3
+"""Times the change that rounding a model's embeddings otherwise makes by its own forward: a model that amplifies
+rounding is allowed that much, where it is more. SmolLM2-135M in bfloat16 changes by 0.07 to 0.13 nats on average, and
+our forward on an H200 differed from its own by 0.12. What is wrong is amplified likewise."""
 
 
-def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
-    """Return [T, 1] nats for each of two short texts, by the forward of the model as loaded.
+@dataclass(frozen=True)
+class OwnScores:
+    """Nats [T, 1] of each of two short texts, by a model's own forward: as it is, and from embeddings rounded
+    otherwise."""
+
+    exact: list[Tensor]
+    rounded: list[Tensor]
+
+
+def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> OwnScores:
+    """Score two short texts by the forward of the model as loaded.
 
     Raises BackendFailed if that forward does more than its decoder and its head, which we would leave out.
     """
-    return [_own_logprobs(root, *sample, device) for sample in _samples(renderer)]
+    samples = _samples(renderer)
+    exact = [_own_logprobs(root, *sample, device) for sample in samples]
+    made = torch.Generator().manual_seed(0)
+
+    def round_otherwise(_: nn.Module, __: object, embeddings: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, embeddings.shape, generator=made).to(embeddings.device) * 2 - 1
+        return (embeddings.float() * (1 + signs * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
+
+    hook = root.model.get_input_embeddings().register_forward_hook(round_otherwise)
+    rounded = [_own_logprobs(root, *sample, device) for sample in samples]
+    hook.remove()
+    return OwnScores(exact, rounded)
 
 
-def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], device: torch.device) -> bool:
+def packing_is_exact(scorer: Scorer, renderer: Renderer, own: OwnScores, device: torch.device) -> bool:
     """Compare our scoring with what `own_logprobs` gave before the model took LoRA.
 
     Raises BackendFailed if one text alone already differs. Returns whether packing the two changes nothing.
@@ -56,24 +83,31 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], devi
         return scores
 
     alone = [scored(sample) for sample in samples]
-    tolerance = _TOLERANCE[scorer.model.dtype]
     kinds = {type(layer).__module__ for layer in scorer.model.get_decoder().layers}
     rounds_more = scorer.model.dtype == torch.bfloat16 and not kinds.isdisjoint(DELTA_RULES)
-    if not _agree(alone, own, _OF_DELTA_RULE if rounds_more else tolerance):
-        average = (torch.cat(alone) - torch.cat(own)).abs().mean().item()
+    tolerance = _TOLERANCE[scorer.model.dtype]
+    noise = _differences(own.rounded, own.exact)
+    if not _agree(alone, own.exact, _OF_DELTA_RULE if rounds_more else tolerance, noise):
+        average = (torch.cat(alone) - torch.cat(own.exact)).abs().mean().item()
         divided = f" with its tokens divided over {scorer.context.size} ranks" if scorer.context.size > 1 else ""
         raise BackendFailed(
             f"{type(scorer.model).__name__} is not supported{divided}: its own log probabilities and those of its last"
             f" hidden state through its head differ by {average:.3g} nats on average"
         )
-    return _agree(scored(*samples).split([len(one) for one in alone]), alone, tolerance)
+    return _agree(scored(*samples).split([len(one) for one in alone]), alone, tolerance, noise)
 
 
-def _agree(scores: Sequence[Tensor], others: Sequence[Tensor], tolerance: tuple[float, float]) -> bool:
-    """Return whether each text's log probabilities differ by at most the tolerance's mean and largest difference."""
+def _agree(scores: Sequence[Tensor], others: Sequence[Tensor], tolerance: Differences, noise: Differences) -> bool:
+    """Return whether scores differ by at most the tolerance, or a multiple of the model's own noise. NaN never does."""
+    found = _differences(scores, others)
+    allowed = [max(bound, _OF_ITS_ROUNDING * one) for bound, one in zip(tolerance, noise, strict=True)]
+    return all(one <= bound for one, bound in zip(found, allowed, strict=True))
+
+
+def _differences(scores: Sequence[Tensor], others: Sequence[Tensor]) -> Differences:
     differences = [(one - other).abs() for one, other in zip(scores, others, strict=True)]
-    mean, largest = tolerance
-    return all(bool(one.mean() <= mean and one.max() <= largest) for one in differences)
+    mean = torch.stack([one.mean() for one in differences]).amax()
+    return mean.item(), torch.cat(differences).amax().item()
 
 
 def require_whole_products(sizes: Iterable[int], device: torch.device) -> None:

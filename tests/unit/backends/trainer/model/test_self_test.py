@@ -1,20 +1,26 @@
 """Checks of a trainer at start."""
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Qwen3ForCausalLM
 
 from backends.families.logits import LogitTransform
+from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed
 from backends.trainer import base_model
 from backends.trainer.distributed import World
 from backends.trainer.lora.linear import SUMMED_TOKENS, add_product, summed_at_once
 from backends.trainer.model import self_test
-from backends.trainer.model.self_test import packing_is_exact, require_whole_products
+from backends.trainer.model.packing import Microbatch, pack
+from backends.trainer.model.self_test import OwnScores, Sample, packing_is_exact, require_whole_products
 from backends.trainer.rank import TrainerRank
 from tests.models import make_tiny_of
 from tests.trainers import config
@@ -53,6 +59,19 @@ def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_doe
         start(source, dtype)
 
 
+def started(source: Path, dtype: Literal["float32", "bfloat16"], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Start a trainer; return with what it called `packing_is_exact`."""
+    seen: list[Any] = []
+
+    def note(*asked: Any) -> bool:
+        seen.append(asked)
+        return True
+
+    monkeypatch.setattr(base_model, "packing_is_exact", note)
+    start(source, dtype)
+    return seen[0]
+
+
 @pytest.mark.parametrize(("dtype", "allowed", "refused"), [("float32", 1e-4, 0.002), ("bfloat16", 0.05, 0.15)])
 def test_scores_that_are_a_little_off_for_every_token_are_distinguished_from_rounding(
     dtype: Literal["float32", "bfloat16"],
@@ -61,21 +80,56 @@ def test_scores_that_are_a_little_off_for_every_token_are_distinguished_from_rou
     tiny_text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[Any] = []
+    scorer, renderer, own, device = started(tiny_text, dtype, monkeypatch)
 
-    def note(*asked: Any) -> bool:
-        seen.append(asked)
-        return True
+    def moved(nats: float) -> OwnScores:
+        return OwnScores(*([one + nats for one in scores] for scores in (own.exact, own.rounded)))
 
-    monkeypatch.setattr(base_model, "packing_is_exact", note)
-    start(tiny_text, dtype)
-    ((scorer, renderer, own, device),) = seen
-    assert packing_is_exact(scorer, renderer, [one + allowed for one in own], device)
+    assert packing_is_exact(scorer, renderer, moved(allowed), device)
     with pytest.raises(BackendFailed, match=r"differ by 0\.\d+ nats on average"):
-        packing_is_exact(scorer, renderer, [one + refused for one in own], device)
-    own[1][0] = torch.nan
+        packing_is_exact(scorer, renderer, moved(refused), device)
+    own.exact[1][0] = torch.nan
     with pytest.raises(BackendFailed, match="differ by nan nats"):
         packing_is_exact(scorer, renderer, own, device)
+
+
+def amplifying(source: Path, directory: Path, factor: int) -> Path:
+    """Write a model whose logits are so many times as large, and so what rounding makes of them."""
+    model = Qwen3ForCausalLM.from_pretrained(source)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(factor * model.lm_head.weight.detach())
+    found: Path = shutil.copytree(source, directory / "model")
+    model.save_pretrained(found)
+    return found
+
+
+def test_a_model_that_amplifies_rounding_is_allowed_what_it_makes_of_it_and_no_fault(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer, renderer, own, device = started(amplifying(tiny_text, tmp_path, 60), "bfloat16", monkeypatch)
+    assert packing_is_exact(scorer, renderer, own, device)
+    with pytest.raises(BackendFailed, match="nats on average"):  # so it was the noise that allowed it
+        packing_is_exact(scorer, renderer, OwnScores(own.exact, own.exact), device)
+    norm = scorer.model.get_decoder().layers[1].post_attention_layernorm.weight
+    with torch.no_grad():
+        norm.mul_(1.25)
+    with pytest.raises(BackendFailed, match="nats on average"):
+        packing_is_exact(scorer, renderer, own, device)
+
+
+@pytest.mark.parametrize("factor", [1, 60])
+def test_texts_that_attend_to_each_other_are_not_packed_even_if_a_model_amplifies_rounding(
+    factor: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer, renderer, own, device = started(amplifying(tiny_text, tmp_path, factor), "bfloat16", monkeypatch)
+    assert packing_is_exact(scorer, renderer, own, device)
+
+    def pack_as_one(samples: Sequence[Sample], *rest: Any) -> Microbatch:
+        tokens = np.concatenate([rendered.token_ids_T for rendered, _ in samples])
+        return pack([(Rendered(tokens, [], []), np.concatenate([targets for _, targets in samples]))], *rest)
+
+    monkeypatch.setattr(self_test, "pack", pack_as_one)
+    assert not packing_is_exact(scorer, renderer, own, device)
 
 
 def test_complete_products_over_tokens_let_the_trainer_start():
