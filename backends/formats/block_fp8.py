@@ -27,6 +27,9 @@ _WEIGHT, _SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
 _METHOD = "fp8"
 _BLOCKS_AT_ONCE = 8
 """Rows of blocks that are unpacked in plain torch at once: they are in float32 meanwhile."""
+_FEW_ROWS, _OUTPUTS_FOR_A_ROW = 256, 64
+"""Rows up to which weights are dequantised faster within the product than before it: so many, and one for each so many
+outputs, since with few outputs the product does not fill a GPU (docs/performance.md)."""
 _ALIGNED = 16
 """Bytes at a multiple of which numbers begin, by which kernels read them fastest."""
 _KNOWN: dict[str, tuple[list[object], str]] = {
@@ -111,6 +114,19 @@ def unpack(weight_B: Tensor, found_NK: Tensor) -> Tensor:
         scale = scale_IJ[first : first + _BLOCKS_AT_ONCE]
         found_NK[rows] = dequantised(numbers_NK[rows], scale, found_NK.dtype)
     return found_NK
+
+
+def multiplies(x_MK: Tensor, num_outputs: int) -> bool:
+    """Return whether `multiply` has a kernel there that is faster than `unpack` and a product."""
+    return len(x_MK) <= min(_FEW_ROWS, num_outputs // _OUTPUTS_FOR_A_ROW) and _has_kernel(x_MK.device)
+
+
+def multiply(x_MK: Tensor, weight_B: Tensor, found_MN: Tensor) -> None:
+    """Write x W^T to `found_MN`, whose rows may have a gap between them; W is the dequantised matrix."""
+    from backends.kernels.fp8 import product
+
+    numbers_NK, scale_IJ = halves(weight_B, found_MN.shape[1], x_MK.shape[1])
+    product(x_MK, numbers_NK, scale_IJ, BLOCK, found_MN)
 
 
 @functools.cache

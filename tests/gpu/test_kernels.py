@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from backends.families.processors import ImageProcessor
-from backends.formats.block_fp8 import dequantised, packed, unpack
+from backends.formats.block_fp8 import dequantised, multiply, packed, unpack
 from backends.kernels import log_softmax
 from backends.kernels.delta_rule import CHUNK, chunk_indices, packed_delta_rule
 from backends.kernels.delta_rule_gradients import of_queries_and_keys
@@ -84,6 +84,20 @@ def test_fp8_is_dequantised_to_the_bit_as_on_the_host(shape, dtype):
     wanted = dequantised(weight_NK, scale_IJ, dtype)
     assert torch.equal(unpack(weight_B, torch.empty(shape, dtype=dtype)), wanted)
     assert torch.equal(unpack(weight_B.cuda(), torch.empty(shape, dtype=dtype, device="cuda")).cpu(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (1024, 4096), (130, 140), (7, 300), (257, 16), (8192, 28672)])
+@pytest.mark.parametrize("rows", [1, 16, 33, 128, 300])
+def test_a_product_with_fp8_is_that_of_the_dequantised_matrix(shape, rows):
+    made = torch.Generator().manual_seed(0)
+    weight_NK = (torch.randn(shape, generator=made) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale_IJ = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=made) / 100
+    x_MK = torch.randn(rows, shape[1], generator=made).bfloat16().cuda()
+    wide = torch.full((rows, shape[0] + 24), torch.nan, dtype=torch.bfloat16, device="cuda")
+    multiply(x_MK, packed(weight_NK, scale_IJ).cuda(), wide[:, 8:-16])
+    exact = x_MK.double() @ dequantised(weight_NK, scale_IJ, torch.bfloat16).cuda().double().T
+    assert wide[:, :8].isnan().all() and wide[:, -16:].isnan().all()
+    torch.testing.assert_close(wide[:, 8:-16].double(), exact, rtol=2**-8, atol=1e-4 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import is_weights_pre_processed
 
-from backends.formats.block_fp8 import joined, packed_bytes, unpack
+from backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
 from backends.sampler.vllm_patches import targets
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -145,11 +145,18 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map [..., K] to [..., N]."""
-        whole_NK = x.new_empty(sum(self._outputs), self._inputs)
         weight_B = layer.weight
         assert isinstance(weight_B, Tensor)
-        parts = zip(whole_NK.split(self._outputs), weight_B.split(self._sizes()), self._is_packed, strict=True)
-        for part_NK, bytes_, is_packed in parts:
+        parts_B = weight_B.split(self._sizes())
+        x_MK = x.reshape(-1, self._inputs)
+        if all(self._is_packed) and multiplies(x_MK, sum(self._outputs)):
+            found_MN = x.new_empty(len(x_MK), sum(self._outputs))
+            for bytes_, part_MN in zip(parts_B, found_MN.split(self._outputs, dim=1), strict=True):
+                multiply(x_MK, bytes_, part_MN)
+            found = found_MN.view(*x.shape[:-1], -1)
+            return found if bias is None else found + bias
+        whole_NK = x.new_empty(sum(self._outputs), self._inputs)
+        for bytes_, part_NK, is_packed in zip(parts_B, whole_NK.split(self._outputs), self._is_packed, strict=True):
             if is_packed:
                 unpack(bytes_, part_NK)
             else:
