@@ -26,6 +26,11 @@ class Mesh:
     context: int = 1
     """Of all these ranks so many consecutive ones compute the same samples, each a slice of a microbatch's tokens."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the ranks are groups of as many as there are slices."""
+        if self.size % self.context:
+            raise ValueError(f"{self.size} ranks are no groups of {self.context} that compute a slice each")
+
     @property
     def size(self) -> int:
         """Number of ranks on a machine."""

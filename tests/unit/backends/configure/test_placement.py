@@ -357,6 +357,12 @@ def test_of_gpus_of_different_sizes_each_counts_as_the_smallest() -> None:
         assert unequal == make_plan([LARGE], config, gpus(80, 2), "cuda")
 
 
+@pytest.mark.parametrize(("ranks", "slices"), [(1, 2), (3, 2), (2, 4)])
+def test_a_mesh_has_a_whole_number_of_groups_that_compute_slices(ranks: int, slices: int) -> None:
+    with pytest.raises(ValueError, match=f"{ranks} ranks are no groups of {slices} that compute a slice each"):
+        Mesh(shard=ranks, context=slices)
+
+
 def test_slices_of_microbatches_are_refused_by_name_where_ranks_cannot_compute_them(
     tiny_vl: Path, tmp_path: Path
 ) -> None:
