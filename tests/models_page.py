@@ -157,9 +157,10 @@ NOTES = """
   also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in separate
   tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE, Qwen3.5 MoE and
   DeepSeek-V3; on an H100, of Qwen3-VL and its MoE, with one copy of the base and with two; on an H200, of Qwen3-VL with
-  linears that stay in fp8, in one copy and in two, and with the engine's kernel that multiplies by them directly. In one
-  copy, before that kernel, engine and trainer differed by 0.011 and 0.056 nats. No published file has been loaded yet. An adapter is trained on the dequantised numbers; nobody has measured how its scores differ in an engine
-  that computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or scales, compressed-tensors
+  linears that stay in fp8, in one copy and in two, and with the engine's kernel that multiplies by them as they are.
+  Before that kernel, engine and trainer in one copy differed by 0.011 and 0.056 nats. No published file has been loaded
+  yet. An adapter is trained on the dequantised numbers; nobody has measured how its scores differ in an engine that
+  computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or scales, compressed-tensors
   and all other quantisation are refused by name, and so is `--full`.
 - **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
   ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
