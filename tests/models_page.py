@@ -163,9 +163,9 @@ NOTES = """
   computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or scales, compressed-tensors
   and all other quantisation are refused by name, and so is `--full`.
 - **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
-  ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
-  windows there yet. Attention in chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and
-  Nemotron are refused after loading, since their attention in transformers does not get the lengths of packed samples.
+  ignores these. On CUDA, the start compares FlashAttention's windows with their definition. Attention in chunks and
+  decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused after loading, since their
+  attention in transformers does not get the lengths of packed samples.
 - **Logits.** Models that scale or cap their logits are refused, except Granite and Gemma 2. For Cohere, the engine has
   no adapters of the head.
 - **Gemma 2** is refused in bfloat16 on CUDA: no kernel there has both the cap of its attention scores and a backward.
@@ -183,8 +183,7 @@ NOTES = """
   where latents take 576. This is 0.3 MiB for a token of Moonlight's shape in bfloat16, and 5.7 MiB of DeepSeek-V3's.
   Moonlight and Kimi K2 have this architecture, but a `model_type` that transformers does not know (`kimi_k2`) is
   refused, and so is a tokenizer with code of its own. DeepSeek-V2, V3.2 and Kimi Linear are refused. A config that the
-  engine would compute otherwise is refused by the field's name. No published file has been loaded. On a GPU its
-  trainer has run in float32, its engine has not.
+  engine would compute otherwise is refused by the field's name. No published file has been loaded.
 
 ## Refused
 
