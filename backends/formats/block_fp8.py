@@ -126,7 +126,7 @@ def multiply(x_MK: Tensor, weight_B: Tensor, found_MN: Tensor) -> None:
     from backends.kernels.fp8 import product
 
     numbers_NK, scale_IJ = halves(weight_B, found_MN.shape[1], x_MK.shape[1])
-    product(x_MK, numbers_NK, scale_IJ, BLOCK, found_MN)
+    product(x_MK.contiguous(), numbers_NK, scale_IJ, BLOCK, found_MN)
 
 
 @functools.cache

@@ -92,7 +92,7 @@ def test_a_product_with_fp8_is_that_of_the_dequantised_matrix(shape, rows):
     made = torch.Generator().manual_seed(0)
     weight_NK = (torch.randn(shape, generator=made) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale_IJ = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=made) / 100
-    x_MK = torch.randn(rows, shape[1], generator=made).bfloat16().cuda()
+    x_MK = torch.randn(rows, shape[1] + 8, generator=made).bfloat16().cuda()[:, 8:]  # a view, as a layer may pass
     wide = torch.full((rows, shape[0] + 24), torch.nan, dtype=torch.bfloat16, device="cuda")
     multiply(x_MK, packed(weight_NK, scale_IJ).cuda(), wide[:, 8:-16])
     exact = x_MK.double() @ dequantised(weight_NK, scale_IJ, torch.bfloat16).cuda().double().T

@@ -1,7 +1,7 @@
 """Weights in fp8, with the trainer's numbers: vLLM's own fp8 rounds activations too, and has no path on the CPU.
 
-They are dequantised as vLLM reads them. Where the base stays in fp8, linears of the decoder have packed weights instead
-and dequantise them for each product (`formats/block_fp8.py`).
+They are dequantised as vLLM reads them. Where the base stays in fp8, linears of the decoder have packed weights, and
+dequantise them for each product or, where tokens are few, within it (`formats/block_fp8.py`).
 
 N outputs and K inputs of a linear, B bytes
 """
@@ -148,14 +148,14 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         weight_B = layer.weight
         assert isinstance(weight_B, Tensor)
         parts_B = weight_B.split(self._sizes())
-        x_MK = x.reshape(-1, self._inputs)
-        if all(self._is_packed) and multiplies(x_MK, sum(self._outputs)):
-            found_MN = x.new_empty(len(x_MK), sum(self._outputs))
+        x_MK, num_outputs = x.reshape(-1, self._inputs), sum(self._outputs)
+        if all(self._is_packed) and multiplies(x_MK, num_outputs):
+            found_MN = x.new_empty(len(x_MK), num_outputs)
             for bytes_, part_MN in zip(parts_B, found_MN.split(self._outputs, dim=1), strict=True):
                 multiply(x_MK, bytes_, part_MN)
             found = found_MN.view(*x.shape[:-1], -1)
             return found if bias is None else found + bias
-        whole_NK = x.new_empty(sum(self._outputs), self._inputs)
+        whole_NK = x.new_empty(num_outputs, self._inputs)
         for bytes_, part_NK, is_packed in zip(parts_B, whole_NK.split(self._outputs), self._is_packed, strict=True):
             if is_packed:
                 unpack(bytes_, part_NK)
