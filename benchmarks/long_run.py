@@ -12,7 +12,8 @@
 
 Writes OUT-turns.csv, a line for each step: its reward or loss, the tokens that were trained, and in RL the difference
 between the trainer's log probabilities and the sampler's. Writes OUT-memory.csv every ten seconds: the memory of each
-GPU and of each kind of process. Prints both in short, and exits with 1 if memory grows or an owner met an error.
+GPU and of each kind of process. Both are whole at any time, should it be stopped early. Prints both in short, and exits
+with 1 if memory grows or an owner met an error.
 """
 
 import argparse
@@ -293,7 +294,7 @@ def write(run: Run, out: Path) -> None:
     with out.with_name(f"{out.name}-turns.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["owner", "second", "reward or loss", "tokens", "gap, nats"])
-        for owner, turns in run.turns.items():
+        for owner, turns in list(run.turns.items()):  # owners come while it writes
             writer.writerows([owner, round(at_s, 1), one.measured, one.num_tokens, one.gap] for at_s, one in turns)
     with out.with_name(f"{out.name}-memory.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -358,6 +359,7 @@ def main() -> None:
             with working(run, works):
                 while run.seconds < 60 * given.minutes and not run.errors:
                     run.read_memory(psutil.Process(server.process.pid))
+                    write(run, given.out)
                     time.sleep(SAMPLE_S)
         finally:
             server.stop()
