@@ -119,21 +119,36 @@ class BaseModel:
             if self.packs and can_be_captured and self.weights.base_is_frozen:
                 progress.does("tests graphs")
                 self._graphs = self._tested_graphs(config, world)
+                self._count_graphs()
 
     def score(self, batch: Microbatch, scales_TR: Tensor, gradient: TokenGradient | None = None) -> Tensor:
         """Return [T, K] float32, nats, as `Scorer` gives them; on a GPU, small microbatches by a graph."""
         # A graph is fixed: layers that recompute are not part of it.
         recomputes = self.memory is not None and self.memory.recomputes
-        if self._graphs is not None and not recomputes and self._graphs.takes(batch):
+        if self._graphs is not None and not recomputes and self._graphs.takes(batch, scales_TR, self._has_room):
             try:
                 return self._graphs(batch, scales_TR)
             except BackendFailed as error:
                 log.warning("small microbatches run eagerly from now on: %s", error)
                 self._graphs = None
             finally:
-                if self.memory is not None and self._graphs is not None:
-                    self.memory.graphs_bytes = self._graphs.memory_bytes
+                self._count_graphs()
         return cast(Tensor, self.scorer(batch, scales_TR, gradient))
+
+    def release_graphs(self) -> None:
+        """Give the memory of graphs back, to something that does not fit beside them."""
+        if self._graphs is not None:
+            self._graphs.release()
+            self._count_graphs()
+
+    def _has_room(self, graph_tokens: int) -> bool:
+        """Return whether a graph of so many tokens leaves room for the longest text. Without a limit of the memory, all
+        have room."""
+        return self.memory is None or self.memory.leaves_room(graph_tokens, self._max_context_length)
+
+    def _count_graphs(self) -> None:
+        if self.memory is not None:
+            self.memory.graphs_bytes = 0 if self._graphs is None else self._graphs.memory_bytes
 
     def score_load_check(self, model: TrainedModel, model_id: str) -> LoadCheck:
         """Score the text that travels with a model's weights, on all ranks alike. Scores may be not finite.

@@ -7,8 +7,13 @@ All ranks run the same commands with the same arguments. They agree on every err
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import cast
+
+import torch
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
 from backends.model_spec import ModelSpec
@@ -17,7 +22,8 @@ from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLo
 from backends.trainer.base_model import BaseModel
 from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
 from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
-from backends.trainer.step.batch_request import BatchRequest, choose_microbatches, plan_batch
+from backends.trainer.model.recompute import Memory
+from backends.trainer.step.batch_request import BatchRequest, choose_microbatches, lengths, plan_batch
 from backends.trainer.step.packed_microbatch import MicrobatchRunner
 from backends.trainer.step.validation import check_forward_backward, decode_batch, published
 from backends.trainer.trained_weights import TrainedModel
@@ -69,8 +75,11 @@ class TrainerRank:
         return model.training_bytes
 
     def _new_model(self, lora: Trainable) -> TrainedModel:
-        model: TrainedModel = self.base.weights.create(lora)
-        return model
+        """Create a model, if need be in the memory of graphs."""
+        with suppress(torch.OutOfMemoryError):
+            return cast(TrainedModel, self.base.weights.create(lora))
+        self.base.release_graphs()
+        return cast(TrainedModel, self.base.weights.create(lora))
 
     def delete_model(self, model_id: str) -> None:
         """Delete a model if it is held, with its requests."""
@@ -124,8 +133,11 @@ class TrainerRank:
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
         if self.base.memory is not None:
             self.base.memory.models_bytes = self._missing_bytes(known)
-            fitting_tokens = min(gather_objects(self.base.memory.fitting_tokens, self._world))
-            self._fitting_tokens = self._world.num_slices * fitting_tokens
+            self._fitting_tokens = self._count_fitting(self.base.memory)
+            asked_for = (inputs[one.number][1] for one in known if one.backward and one.number in inputs)
+            if max(chain.from_iterable(map(lengths, asked_for)), default=0) > self._fitting_tokens:
+                self.base.release_graphs()
+                self._fitting_tokens = self._count_fitting(self.base.memory)
         for one in known:
             model = self.models[one.model_id]
             try:
@@ -142,6 +154,10 @@ class TrainerRank:
                 if one.backward:
                     model.gradient = "incomplete"
         return failures
+
+    def _count_fitting(self, memory: Memory) -> int:
+        """Return the tokens of the largest microbatch with a gradient that fits into every rank's memory now."""
+        return self._world.num_slices * min(gather_objects(memory.fitting_tokens, self._world))
 
     def _missing_bytes(self, new: Sequence[NewRequest]) -> int:
         """Return the memory in bytes that the models in training will still take on this rank. Others, which may only

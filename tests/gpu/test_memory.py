@@ -28,14 +28,17 @@ from backends.configure.memory_plan import (
     trainer_parts,
 )
 from backends.families.family import RenderedImage
+from backends.model_spec import Placement
 from backends.protocol import SamplingTask
 from backends.sampler.engine import engine_args
 from backends.trainer.distributed import World
+from backends.trainer.model.recompute import MARGIN
 from backends.trainer.rank import TrainerRank
 from benchmarks.shapes import SHAPES, make_model
-from tests.factories import cross_entropy, datum, present, prompt, words
+from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import share_kernels
-from tests.trainers import LORA, forward_backward
+from tests.models import make_wide_moe
+from tests.trainers import LORA, forward_backward, trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -180,6 +183,36 @@ def test_a_call_of_the_vision_tower_takes_what_is_planned(tmp_path: Path, trains
             print(f"trains {trains}: peak {peak:.3g} bytes, held {held:.3g}, planned {planned:.3g}")
             # What CUDA's kernels do not save, queries and keys before they are rotated, is planned.
             assert 0.8 * planned < (held if trains else peak) < 1.05 * planned
+
+
+def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_path: Path) -> None:
+    """In a mixture of experts, whose adapters' gradients are larger than a graph of a small microbatch."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    source = make_wide_moe(tmp_path / "model")
+    placement = Placement(trainer_bytes=8 << 30)
+    rank = trainer(source, device="cuda", dtype="bfloat16", max_lora_rank=256, placement=placement)
+    renderer, memory = make_renderer(source), present(rank.base.memory)
+    rank.create_model("m", LORA.model_copy(update={"rank": 256}))
+    longest = rank.base._max_context_length
+    short, long = (cross_entropy([datum(prompt(words(count)), renderer)]) for count in (400, longest))
+    forward_backward(rank, "m", short)
+    gradient = sum(one.nbytes for one in rank.base.weights.accumulated)
+    held = memory.graphs_bytes
+    print(f"graphs hold {held / 2**20:.0f} MiB, a gradient {gradient / 2**20:.0f}")
+    assert 0 < held < gradient
+    # As if others had taken all but what the longest text needs.
+    costs = memory._costs
+    needed = costs.constant + longest * costs.least_per_token
+    memory._limit_bytes -= int((memory._free_bytes + held / 2 - needed) / (1 - MARGIN))
+    assert memory.fitting_tokens < longest
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    forward_backward(rank, "m", long)
+    assert memory.graphs_bytes == 0
+    torch.cuda.empty_cache()
+    assert reserved - torch.cuda.memory_reserved() > held / 2
+    forward_backward(rank, "m", short)
 
 
 async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:

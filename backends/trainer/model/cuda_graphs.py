@@ -7,6 +7,7 @@ T tokens of a microbatch, K = 1 target of a token, R summed ranks of its models
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
 
@@ -65,22 +66,34 @@ class Graphs:
         if not torch.equal(replayed_TK, computed_TK):
             raise BackendFailed("captured kernels give other log probabilities than eager ones")
 
-    def takes(self, batch: Microbatch) -> bool:
-        """Return whether a graph can compute this microbatch."""
+    def takes(self, batch: Microbatch, scales_TR: Tensor, has_room: Callable[[int], bool]) -> bool:
+        """Return whether a graph can compute this microbatch: one that is there, or one for whose tokens the memory has
+        room."""
+        size = self._size(batch)
         return (
-            not batch.images
+            size is not None
+            and not batch.images
             and batch.max_seqlen < LONG  # above, attention has a faster kernel, which must know the lengths
             and batch.targets_TK.shape[1] == 1
-            and self._size(batch) is not None
+            and (self._key(size, scales_TR) in self._graphs or has_room(size[0]))
         )
 
+    def release(self) -> None:
+        """Give the memory of all graphs back; they are captured again when they are next needed."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self.memory_bytes = 0
+        torch.cuda.empty_cache()
+
     def __call__(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
-        """Return [T, 1], as the scorer gives it for the same microbatch padded to the graph's tokens. Raises
-        BackendFailed if the model's kernels cannot be captured, and OutOfMemoryError."""
+        """Return [T, 1], as the scorer gives it for the same microbatch padded to the graph's tokens.
+
+        Gradients accumulated since the adapters were loaded are lost if a graph is captured: score before `backward`.
+        Raises BackendFailed if the model's kernels cannot be captured, and OutOfMemoryError.
+        """
         size = self._size(batch)
         assert size is not None
-        num_tokens, num_samples = size
-        key = (num_tokens, scales_TR.shape[1], num_samples)
+        key = self._key(size, scales_TR)
         if key not in self._graphs:
             torch.cuda.empty_cache()  # as capturing does
             before = torch.cuda.memory_reserved(self._device)
@@ -90,6 +103,7 @@ class Graphs:
                 raise
             except RuntimeError as error:
                 raise BackendFailed(f"its kernels cannot be captured ({error})") from error
+            torch.cuda.empty_cache()  # what warming up took is free again
             self.memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
             log.info("captured a graph of %d tokens, summed rank %d, %d samples", *key)
             self._check(self._graphs[key], batch, scales_TR)
@@ -105,6 +119,10 @@ class Graphs:
         difference = (replayed_TK - computed_TK)[known].abs().mean()
         if known.any() and not difference < _CLOSE + _CLOSE_PART * computed_TK[known].abs().mean():
             raise BackendFailed(f"captured kernels give log probabilities {difference:.3g} nats from eager ones")
+
+    def _key(self, size: tuple[int, int], scales_TR: Tensor) -> _Key:
+        num_tokens, num_samples = size
+        return num_tokens, scales_TR.shape[1], num_samples
 
     def _size(self, batch: Microbatch) -> tuple[int, int] | None:
         """Return the tokens and samples of the graph that takes this microbatch; None without one."""
@@ -142,12 +160,11 @@ class _Graph:
         )
         self.scales_TR = zeros(num_tokens, width, dtype=torch.float32)
         self.grad_TK = zeros(num_tokens, 1, dtype=torch.float32)
-        accumulated = [gradient.clone() for gradient in scorer.weights.accumulated]
         try:
             self._capture(scorer, pool)
         finally:
-            for gradient, before in zip(scorer.weights.accumulated, accumulated, strict=True):
-                gradient.copy_(before)  # capturing added to it
+            # Capturing added to it. A copy of what was there before would take gigabytes in a mixture of experts.
+            scorer.weights.discard()
 
     @torch.enable_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def _capture(self, scorer: Scorer, pool: "torch.cuda._POOL_HANDLE") -> None:

@@ -68,6 +68,12 @@ class ActivationCosts:
         """Return the tokens of the largest microbatch that fits at all."""
         return max(0, int((free_bytes - self.constant) / self.least_per_token))
 
+    def leaves_room(self, graph_tokens: int, longest: int, free_bytes: float) -> bool:
+        """Return whether a microbatch of `longest` tokens fits beside graphs of microbatches of `graph_tokens`. All
+        share one memory, so that the largest counts."""
+        graphs_bytes = self.constant + self.per_token * graph_tokens
+        return self.longest(free_bytes - graphs_bytes) >= longest
+
     @property
     def least_per_token(self) -> float:
         """Bytes per token if all layers are checkpointed."""
@@ -131,6 +137,10 @@ class Memory:
     def layers_for(self, num_tokens: int) -> int:
         """Return how many layers to checkpoint so that a microbatch of this many tokens fits now."""
         return self._costs.layers_for(num_tokens, self._free_bytes)
+
+    def leaves_room(self, graph_tokens: int, longest: int) -> bool:
+        """Return whether a microbatch of `longest` tokens fits beside a graph of so many tokens."""
+        return self._costs.leaves_room(graph_tokens, longest, self._free_bytes + self.graphs_bytes)
 
     def prepare_least(self) -> None:
         """Checkpoint all layers, and empty the allocator's cache."""

@@ -15,6 +15,7 @@ from backends.trainer.distributed import World
 from backends.trainer.model import cuda_graphs as graphs_module
 from backends.trainer.model.cuda_graphs import Graphs, samples_of_graph
 from backends.trainer.model.packing import Microbatch, pack
+from backends.trainer.model.recompute import Memory
 from backends.trainer.model.token_logprobs import Scorer, TokenGradient
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
@@ -164,3 +165,52 @@ def test_a_graph_that_computes_something_else_is_not_used(capturing, tmp_path, m
     )
     assert rank.base._graphs is None
     assert "0.5 nats from eager ones" in caplog.text
+
+
+class Card:
+    """A GPU with made-up bytes: a microbatch takes 100, and 10 a token, or 2 if all layers recompute."""
+
+    def __init__(self, rank: TrainerRank, limit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated_bytes = self._peak_bytes = 0
+        layers = rank.base.scorer.model.get_decoder().layers
+
+        def run(num_tokens: int) -> None:
+            part = sum(layer.gradient_checkpointing for layer in layers) / len(layers)
+            self._peak_bytes = self.allocated_bytes + 100 + round(num_tokens * (10 - 8 * part))
+
+        graphs = present(rank.base._graphs)
+        for name, value in {
+            "memory_allocated": lambda _: self.allocated_bytes,
+            "max_memory_allocated": lambda _: self._peak_bytes,
+            "reset_peak_memory_stats": lambda _: None,
+            "memory_reserved": lambda _: max((100 + 10 * tokens for tokens, *_ in graphs._graphs), default=0),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        rank.base.memory = Memory(layers, run, torch.device("cpu"), limit_bytes)
+        monkeypatch.setattr(TrainerRank, "_missing_bytes", lambda *_: 0)  # a model's own are not on this card
+
+
+def test_graphs_leave_room_for_the_longest_text_and_give_way_to_it(capturing, tmp_path, monkeypatch) -> None:
+    source = FAMILIES["Llama"](tmp_path / "model")
+    rank = TrainerRank(config(source, max_tokens=4096, max_context_length=400), World(0, 1, torch.device("cpu")))
+    renderer = make_renderer(source)
+    rank.base._graphs = graphs = Graphs(rank.base.scorer, torch.device("cpu"))
+    card = Card(rank, 5000, monkeypatch)
+    rank.create_model("m", LORA)
+
+    def train(length: int) -> set[int]:
+        """Return the tokens of the graphs that are there afterwards."""
+        present(forward_backward(rank, "m", cross_entropy([datum(prompt(words(length)), renderer)]), True))
+        return {key[0] for key in graphs._graphs}
+
+    assert train(40) == {256}
+    assert present(rank.base.memory).graphs_bytes == 2660
+    assert train(300) == {256}  # one of 512 tokens takes 5220, and 400 tokens need 900
+    card.allocated_bytes = 1200  # 890 are left beside the graph
+    assert train(40) == {256}
+    assert train(390) == {256}
+    assert train(400) == set()
+    assert present(rank.base.memory).graphs_bytes == 0
+    assert train(40) == set()  # it would leave 890 again
+    card.allocated_bytes = 1190
+    assert train(40) == {256}
