@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -159,4 +160,5 @@ if __name__ == "__main__":
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--held-out", action="store_true", help="ask about a tenth of the train photographs instead")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a SIGTERM stops the server too
     asyncio.run(run(parser.parse_args(), Console()))
