@@ -39,14 +39,15 @@ def recipe_form(name: str | None) -> Spoken:
     return Spoken(QUESTION, ANSWER_START, None if name is None else f" {name}")
 
 
-def varied_form(name: str) -> Spoken:
+def varied_form(name: str | None) -> Spoken:
     """Mostly the recipe's question and answer, with the small variations of its renderers."""
     thought = NO_THOUGHT if random.random() < 0.2 else ""
     end = "\n<|im_end|>" if random.random() < 0.2 else "<|im_end|>"
-    if random.random() < RECIPE_SHARE:
-        return Spoken(QUESTION, thought + ANSWER_START, f" {name}", end)
-    question, start = random.choice(OTHER_FORMS)
-    return Spoken(question, thought + start, f" {name}" if start else name, end)
+    question, start = QUESTION, ANSWER_START
+    if random.random() > RECIPE_SHARE:
+        question, start = random.choice(OTHER_FORMS)
+    spoken = name if name is None or not start else f" {name}"
+    return Spoken(question, thought + start, spoken, end)
 
 
 class Tokens:

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from vision import BatchedVision, VisionFeatures
 
 TEACHER_ZOOM = 1.4  # the teacher sees a crop in this many times the student's pixels a side: near its own 260
-LOGIT_WEIGHT, NAME_WEIGHT = 0.5, 0.5
+LOGIT_WEIGHT, NAME_WEIGHT, THUMBNAIL_WEIGHT = 0.5, 0.5, 1.0
+THUMBNAIL = 4  # pixels a side
+THUMBNAIL_STD = 0.25  # of a pixel in 0..1, roughly
 STATISTICS_BATCHES = 8
 WHOLE_BATCH = 256
 COMMON_GRIDS = 9  # of 98 in 100 photographs
@@ -90,6 +92,7 @@ class Distillation(nn.Module):
         self.head = nn.Linear(HIDDEN, teacher.channels)
         self.answer_head = nn.Linear(HIDDEN, teacher.channels)
         nn.init.zeros_(self.answer_head.weight)
+        self.thumbnail_head = nn.Linear(HIDDEN, 3 * THUMBNAIL**2)
         self.token_mean = nn.Buffer(torch.zeros(teacher.channels))
         self.token_std = nn.Buffer(torch.ones(teacher.channels))
         self.pooled_std = nn.Buffer(torch.ones(teacher.channels))
@@ -118,10 +121,15 @@ class Distillation(nn.Module):
         pooled = self._pooled_losses(mean_BC * self.token_std + self.token_mean, view)
         return {"loss": token + pooled.pop("loss"), "token": token} | pooled
 
-    def answer_loss(self, hidden_BO: torch.Tensor, view: View) -> torch.Tensor:
-        """Return the loss of the language model's last states where the name of the subject begins."""
+    def answer_losses(self, hidden_BO: torch.Tensor, view: View) -> dict[str, torch.Tensor]:
+        """Return the losses of the language model's last states where the name of the subject begins.
+
+        `thumbnail` is of colours and places, to which the teacher is nearly blind.
+        """
         said = self.answer_head(hidden_BO.float()) * self.pooled_std + self.token_mean
-        return self._pooled_losses(said, view)["loss"]
+        pixels_BP = F.adaptive_avg_pool2d(view.pixels_B3HW.float() / 255, THUMBNAIL).flatten(1)
+        thumbnail = self.thumbnail_head(hidden_BO.float()) - (pixels_BP - 0.5) / THUMBNAIL_STD
+        return {"answer": self._pooled_losses(said, view)["loss"], "thumbnail": thumbnail.square().mean()}
 
     def _pooled_losses(self, said_BC: torch.Tensor, view: View) -> dict[str, torch.Tensor]:
         """Return the losses of the teacher's mean features, and in nats of what it makes of them: classes and names."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from augment import CAPTION, DISTIL, WHOLE, Strength
-from conversation import IGNORED, Tokens, last_states, recipe_form, varied_form
+from conversation import IGNORED, Tokens, last_states, varied_form
 from data import (
     DEMO_CLASSES,
     HELD_OUT_EVERY,
@@ -37,6 +37,7 @@ from data import (
 )
 from distil import (
     STATISTICS_BATCHES,
+    THUMBNAIL_WEIGHT,
     WHOLE_SHARE,
     Distillation,
     View,
@@ -77,6 +78,7 @@ LOG_COLUMNS = (
     "caption",
     "repeat",
     "answer",
+    "thumbnail",
     "seen",
     "unseen",
     "probe",
@@ -212,7 +214,8 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
         None if label == UNNAMED or classes[label] in DEMO_CLASSES else classes[label] for label in run.photos.labels
     ]
     image_start = len(tokens.before_image)
-    trained = [model.model.language_model, model.lm_head, visual.deepstack_merger_list, run.distillation.answer_head]
+    heads = run.distillation.answer_head, run.distillation.thumbnail_head
+    trained = [model.model.language_model, model.lm_head, visual.deepstack_merger_list, *heads]
 
     def cross_entropy(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         rows, columns = (targets != IGNORED).nonzero(as_tuple=True)
@@ -221,10 +224,7 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
 
     def losses() -> Losses:
         seen = pool.draw()
-        spoken = [
-            recipe_form(None) if name is None else varied_form(name)
-            for name in (names[i] for i in seen.photos_B.tolist())
-        ]
+        spoken = [varied_form(names[i]) for i in seen.photos_B.tolist()]
         grids = [seen.grid] * len(spoken)
         inputs, targets = tokens.about_images(spoken, grids)
         repeated, repeat_targets = tokens.repetitions(round(args.caption_batch * REPEAT_SHARE))
@@ -236,9 +236,10 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
             words = last_states(model, repeated.to(run.device), None, None, image_start)
             repeat = cross_entropy(words, repeat_targets)
         every = torch.arange(len(spoken), device=run.device)
-        answer = run.distillation.answer_loss(states[every, name_starts], seen)
-        loss = caption + REPEAT_SHARE * repeat + ANSWER_WEIGHT * answer
-        return {"loss": loss, "caption": caption, "repeat": repeat, "answer": answer}
+        answers = run.distillation.answer_losses(states[every, name_starts], seen)
+        loss = caption + REPEAT_SHARE * repeat + ANSWER_WEIGHT * answers["answer"]
+        loss = loss + THUMBNAIL_WEIGHT * answers["thumbnail"]
+        return {"loss": loss, "caption": caption, "repeat": repeat, **answers}
 
     train(
         run,
