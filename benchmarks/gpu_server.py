@@ -85,7 +85,7 @@ def main() -> None:
             train(training, shape, peak, given.rounds, served.max_context_length)
             print_memory()
             saves(training, given.rounds).show("from trained weights to a token of them")
-            sample(server, given.rounds, given.adapters)
+            sample(server, training, given.rounds, given.adapters)
             for number in range(given.rounds):
                 rl_step(training, number)
             recover(server, training)
@@ -124,15 +124,14 @@ def print_memory() -> None:
         print(f"GPU {gpu.index}: {used:.1f} of {total:.1f} GiB are taken", flush=True)
 
 
-def sample(server: Server, rounds: int, num_adapters: int) -> None:
-    """Time groups of samples of the base, and of adapters in turn."""
-    service = server.client()
+def sample(server: Server, training: tinker.TrainingClient, rounds: int, num_adapters: int) -> None:
+    """Time groups of samples of the base, and of adapters in turn: one model's, each a step after the other, for a
+    large base leaves room for one model in training."""
     adapters: list[tinker.SamplingClient] = []
     for seed in range(num_adapters):
-        trained = service.create_lora_training_client(NAME, rank=RANK, seed=seed).result()
-        trained.forward_backward([text(64, np.random.default_rng(seed))], "cross_entropy").result()
-        trained.optim_step(STEP).result()
-        adapters.append(trained.save_weights_and_get_sampling_client().result())
+        training.forward_backward([text(64, np.random.default_rng(seed))], "cross_entropy").result()
+        training.optim_step(STEP).result()
+        adapters.append(training.save_weights_and_get_sampling_client().result())
     random, params = np.random.default_rng(0), types.SamplingParams(max_tokens=COMPLETION, stop=[])
 
     def draw(clients: list[tinker.SamplingClient]) -> None:
@@ -141,7 +140,7 @@ def sample(server: Server, rounds: int, num_adapters: int) -> None:
         waiting = [next(chosen).sample(prompt, GROUP_SIZE, params) for prompt in prompts]
         assert all(len(one.tokens) == COMPLETION for future in waiting for one in future.result().sequences)
 
-    base = service.create_sampling_client(base_model=NAME).result()
+    base = server.client().create_sampling_client(base_model=NAME)
     for name, clients in (("base", [base]), (f"{num_adapters} adapters", adapters))[: 1 + bool(adapters)]:
         rate = GROUPS * GROUP_SIZE * COMPLETION / timed(partial(draw, clients), rounds)
         print(f"{GROUPS * GROUP_SIZE} x {COMPLETION} samples of {name}: {rate:.0f} tokens/s", flush=True)

@@ -10,6 +10,13 @@ from tests.gpu.agreement import share_kernels
 from tests.servers import MODEL, Server
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give these tests more time: most start engines, which compile, and share the machine's cores with others."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not torch.cuda.is_available():
