@@ -140,7 +140,7 @@ def sample(server: Server, training: tinker.TrainingClient, rounds: int, num_ada
         waiting = [next(chosen).sample(prompt, GROUP_SIZE, params) for prompt in prompts]
         assert all(len(one.tokens) == COMPLETION for future in waiting for one in future.result().sequences)
 
-    base = server.client().create_sampling_client(base_model=NAME)
+    base = server.client().create_sampling_client(base_model=NAME).result()
     for name, clients in (("base", [base]), (f"{num_adapters} adapters", adapters))[: 1 + bool(adapters)]:
         rate = GROUPS * GROUP_SIZE * COMPLETION / timed(partial(draw, clients), rounds)
         print(f"{GROUPS * GROUP_SIZE} x {COMPLETION} samples of {name}: {rate:.0f} tokens/s", flush=True)
