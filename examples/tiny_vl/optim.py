@@ -1,4 +1,4 @@
-"""Muon for the matrices inside blocks, AdamW for the rest; the learning rate follows the clock."""
+"""Muon for the matrices inside blocks, AdamW for the rest; the learning rate follows the stage's progress."""
 
 # mypy: disable-error-code="misc, arg-type"
 # mypy takes every attribute of a torch module for a Tensor or a Module.
@@ -16,17 +16,21 @@ ORTHOGONAL_STEPS = 5
 SAME_SIZE_AS_ADAMW = 0.2  # root mean square of an update per unit of learning rate (arXiv:2502.16982)
 
 
-class Clock:
-    """The share of a time limit that has passed."""
+class Stage:
+    """A stage of training, which ends after its minutes or after its steps."""
 
-    def __init__(self, minutes: float) -> None:
-        self._started, self._seconds = time.monotonic(), minutes * 60
+    def __init__(self, minutes: float | None = None, steps: int | None = None) -> None:
+        self.name = "distil" if steps is None else "caption"
+        self.steps = 0
+        self._started, self._minutes, self._most = time.monotonic(), minutes, steps
 
-    def elapsed(self) -> float:
+    def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
     def progress(self) -> float:
-        return min(1.0, self.elapsed() / self._seconds) if self._seconds else 1.0
+        """Return the share that has passed."""
+        passed, whole = (self.steps, self._most) if self._minutes is None else (self.elapsed_s() / 60, self._minutes)
+        return min(1.0, passed / whole) if whole else 1.0
 
 
 def rate(progress: float, decay_from: float) -> float:
