@@ -23,6 +23,20 @@ def step_on_device(optimizer: torch.optim.AdamW, step: Tensor, parameter: Tensor
     return step.clone().to(parameter.device if optimizer.defaults["fused"] else "cpu")
 
 
+def move(parameters: Iterable[nn.Parameter], optimizer: torch.optim.AdamW, device: torch.device) -> None:
+    """Move parameters, their gradients and their moments to a device. If it has no room, some have moved, each with
+    all that is its own."""
+    for parameter in parameters:
+        data, gradient = parameter.data.to(device), None if parameter.grad is None else parameter.grad.to(device)
+        state = optimizer.state.get(parameter, {})
+        moved = {kind: state[kind].to(device) for kind in MOMENTS if kind in state}
+        if "step" in state and optimizer.defaults["fused"]:
+            moved["step"] = state["step"].to(device)
+        parameter.grad = None  # it must be where its parameter is
+        parameter.data, parameter.grad = data, gradient
+        state.update(moved)
+
+
 def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *, sums_bits: bool) -> list[Tensor]:
     """Clip the gradient, try the step, and make the moments of a first one, so that the step itself needs no memory.
 

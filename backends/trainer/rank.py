@@ -4,15 +4,14 @@ All ranks run the same commands with the same arguments. They agree on every err
 (`distributed.agreed`), so that no rank waits for another that has given up, and none goes on alone.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import cast
 
+import psutil
 import torch
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
@@ -22,12 +21,13 @@ from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLo
 from backends.trainer.base_model import BaseModel
 from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
 from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
-from backends.trainer.model.recompute import Memory
+from backends.trainer.model.recompute import GIB
 from backends.trainer.step.batch_request import BatchRequest, choose_microbatches, lengths, plan_batch
 from backends.trainer.step.packed_microbatch import MicrobatchRunner
 from backends.trainer.step.validation import check_forward_backward, decode_batch, published
 from backends.trainer.trained_weights import TrainedModel
 
+log = logging.getLogger(__name__)
 _UNLIMITED = sys.maxsize
 """Tokens of a microbatch, if nothing is known of memory."""
 _STATE_PARTS = 4
@@ -56,6 +56,9 @@ class TrainerRank:
         self._fitting_tokens = _UNLIMITED
         """Tokens of a microbatch with a gradient that fits into every rank's memory, as last measured."""
         self.models: dict[str, TrainedModel] = {}
+        """The least recently used first."""
+        self._offloaded: set[TrainedModel] = set()
+        """Those in the main memory: the device had no room for them beside others."""
         self._requests: dict[int, BatchRequest] = {}
         """The forward_backwards in flight, by number."""
 
@@ -75,21 +78,88 @@ class TrainerRank:
         return model.training_bytes
 
     def _new_model(self, lora: Trainable) -> TrainedModel:
-        """Create a model, if need be in the memory of graphs."""
-        with suppress(torch.OutOfMemoryError):
-            return cast(TrainedModel, self.base.weights.create(lora))
-        self.base.release_graphs()
-        return cast(TrainedModel, self.base.weights.create(lora))
+        """Create a model, if need be in the memory of graphs and of other models. Raises OutOfMemoryError."""
+        ways = self._ways_to_room()
+        while True:
+            made: TrainedModel | Exception
+            try:
+                made = self.base.weights.create(lora)
+            except Exception as error:  # noqa: BLE001 - the others wait for what became of it
+                made = error.with_traceback(None)  # which holds what was made of it
+            lacks_room = isinstance(made, torch.OutOfMemoryError)
+            if any(gather_objects(lacks_room, self._world)) and ways:
+                del made
+                ways.pop(0)()
+            elif isinstance(made, Exception):
+                raise made
+            else:
+                return made
 
     def delete_model(self, model_id: str) -> None:
         """Delete a model if it is held, with its requests."""
         model = self.models.pop(model_id, None)
         self._requests = {number: one for number, one in self._requests.items() if one.model is not model}
+        if model is not None:
+            self._offloaded.discard(model)
 
     def _model(self, model_id: str) -> TrainedModel:
+        """Return a model that is about to be used, on the device."""
         if model_id not in self.models:
             raise ModelLost(f"{model_id} is not loaded")
-        return self.models[model_id]
+        model = self.models[model_id] = self.models.pop(model_id)
+        if model in self._offloaded:
+            self._bring_back(model, 1)
+        return model
+
+    # ---- memory
+
+    def _ways_to_room(self, besides: TrainedModel | None = None) -> list[Callable[[], None]]:
+        """Return what frees memory of the device, in the order in which it is to be done: graphs are released, then
+        models offloaded, those without requests first, of these the least recently used."""
+        busy = {one.model for one in self._requests.values()}
+        others = [one for one in self.models.values() if one is not besides and one not in self._offloaded]
+        return [
+            self.base.release_graphs,
+            *(partial(self._offload, one) for one in sorted(others, key=busy.__contains__)),
+        ]
+
+    def _offload(self, model: TrainedModel) -> None:
+        """Move a model to the main memory, if there is room for it on all machines."""
+        needed = 2 * self._world.machine.size * model.training_bytes
+        if not all(gather_objects(psutil.virtual_memory().available > needed, self._world)):
+            return
+        self._keep_waiting(files_s(model.size_bytes))
+        log.info("a model of %.1f GiB moves to the main memory, to make room", model.training_bytes / GIB)
+        model.move(torch.device("cpu"))
+        self._offloaded.add(model)
+
+    def _bring_back(self, model: TrainedModel, num_tokens: int) -> int:
+        """Have a model on the device, with room for its microbatch of so many tokens. Return the tokens of the largest
+        one that fits. All ranks fail, or none. Raises BackendFailed."""
+        ways = self._ways_to_room(model)
+        while (fitting := self._count_fitting(model)) < num_tokens:
+            if not ways:
+                raise BackendFailed("other models take the memory of the GPU, and the main memory has no room for them")
+            ways.pop(0)()
+        if model in self._offloaded:
+            self._keep_waiting(files_s(model.size_bytes))
+            agreed(lambda: model.move(self._world.device), self._world)
+            self._offloaded.remove(model)
+        return fitting
+
+    def _count_fitting(self, model: TrainedModel, *, alone: bool = False) -> int:
+        """Return the tokens of the largest microbatch of a model with a gradient that fits into every rank's memory: as
+        it is now, or with `alone` if all other models are offloaded and graphs released."""
+        memory = self.base.memory
+        if memory is None:
+            return _UNLIMITED
+        busy = {one.model for one in self._requests.values() if one.backward}
+        others = [one for one in self.models.values() if one is not model and one not in self._offloaded]
+        growing = sum(one.missing_bytes for one in others if one in busy or one.gradient != "none")
+        memory.models_bytes = growing + (model.training_bytes if model in self._offloaded else model.missing_bytes)
+        held = sum(one.training_bytes - one.missing_bytes for one in others)
+        found = memory.fitting_tokens(memory.graphs_bytes + growing + held if alone else 0)
+        return self._world.num_slices * min(gather_objects(found, self._world))
 
     # ---- training
 
@@ -103,9 +173,13 @@ class TrainerRank:
                 failures[number] = BackendFailed("this forward_backward is not under way")
         requests = [self._requests[number] for number in order if number in self._requests]
         computed: tuple[int, ...] = ()
-        if requests:
+        if requests and requests[0].backward:
+            failures |= self._have_room(requests[0])
+        # Models that were offloaded have their turn when their request is the first.
+        fitting = [one for one in requests if not (one.backward and one.model in self._offloaded)]
+        if fitting and requests[0].number not in failures:
             most = min(self._max_tokens, self._fitting_tokens)
-            chosen = choose_microbatches(requests, self._world.num_microbatches, most)
+            chosen = choose_microbatches(fitting, self._world.num_microbatches, most)
             computed = tuple({one.number for members in chosen for one in members})
             failures |= {one.number: error for one, error in self._runner.compute(chosen).items()}
         self.cancel_requests(list(failures))
@@ -131,21 +205,16 @@ class TrainerRank:
         known = [one for one in new if one.number not in failures]
         self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
-        if self.base.memory is not None:
-            self.base.memory.models_bytes = self._missing_bytes(known)
-            self._fitting_tokens = self._count_fitting(self.base.memory)
-            asked_for = (inputs[one.number][1] for one in known if one.backward and one.number in inputs)
-            if max(chain.from_iterable(map(lengths, asked_for)), default=0) > self._fitting_tokens:
-                self.base.release_graphs()
-                self._fitting_tokens = self._count_fitting(self.base.memory)
         for one in known:
-            model = self.models[one.model_id]
+            model = self.models[one.model_id] = self.models.pop(one.model_id)
             try:
                 if one.number in errors:
                     raise errors[one.number]
-                longest = self._fitting_tokens if one.backward else _UNLIMITED
                 asked, loss_input = inputs[one.number]
-                plan = plan_batch(loss_input, self._world.num_microbatches, self._max_tokens, longest)
+                fitting = self._count_fitting(model) if one.backward else _UNLIMITED
+                if fitting < max(lengths(loss_input), default=0):
+                    fitting = self._count_fitting(model, alone=True)
+                plan = plan_batch(loss_input, self._world.num_microbatches, self._max_tokens, fitting)
                 self._requests[one.number] = BatchRequest(one, model, loss_input, plan)
                 if asked != loss_input.loss_fn:
                     self._requests[one.number].note = f"{asked}_as_{loss_input.loss_fn}:max"
@@ -155,16 +224,14 @@ class TrainerRank:
                     model.gradient = "incomplete"
         return failures
 
-    def _count_fitting(self, memory: Memory) -> int:
-        """Return the tokens of the largest microbatch with a gradient that fits into every rank's memory now."""
-        return self._world.num_slices * min(gather_objects(memory.fitting_tokens, self._world))
-
-    def _missing_bytes(self, new: Sequence[NewRequest]) -> int:
-        """Return the memory in bytes that the models in training will still take on this rank. Others, which may only
-        score, take none."""
-        training = {one.model_id for one in new if one.backward}
-        training |= {one.model_id for one in self._requests.values() if one.backward}
-        return sum(one.missing_bytes for name, one in self.models.items() if name in training or one.gradient != "none")
+    def _have_room(self, request: BatchRequest) -> dict[int, Exception]:
+        """Make room for a request's next microbatch. Return its failure, by its number."""
+        most = max(map(request.num_tokens, request.next_parts), default=1)
+        try:
+            self._fitting_tokens = self._bring_back(request.model, most)
+        except BackendFailed as error:
+            return {request.number: error}
+        return {}
 
     def cancel_requests(self, numbers: Sequence[int]) -> None:
         """Compute nothing more of these requests; their gradients are incomplete."""
@@ -182,17 +249,19 @@ class TrainerRank:
 
     def mark_incomplete(self, model_id: str) -> None:
         """Mark the gradient as incomplete: a forward_backward of this model will never run."""
-        self._model(model_id).gradient = "incomplete"
+        if model_id not in self.models:
+            raise ModelLost(f"{model_id} is not loaded")
+        self.models[model_id].gradient = "incomplete"
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         """Take one step of torch.optim.AdamW on the summed gradient, which is cleared whatever happens. If it fails,
         weights and optimizer are as they were."""
-        model = self._model(model_id)
-        if model.gradient == "none":
+        if model_id in self.models and self.models[model_id].gradient == "none":
             raise InvalidInput("there is no gradient: no forward_backward since the last optim_step")
-        if self._world.num_machines > 1:
-            self._keep_waiting(network_s(model.size_bytes))
         try:
+            model = self._model(model_id)
+            if self._world.num_machines > 1:
+                self._keep_waiting(network_s(model.size_bytes))
             if model.gradient == "incomplete":
                 raise InvalidInput(
                     "a forward_backward since the last optim_step failed, so the gradient is incomplete;"
@@ -200,7 +269,8 @@ class TrainerRank:
                 )
             return self._step(model, adam)
         finally:
-            model.clear_gradient()
+            if model_id in self.models:
+                self.models[model_id].clear_gradient()
 
     def _step(self, model: TrainedModel, adam: AdamParams) -> OptimStepResponse:
         norm = model.sum_gradient()

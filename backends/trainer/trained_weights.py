@@ -39,6 +39,9 @@ class TrainedModel(Protocol):
     def missing_bytes(self) -> int:
         """Device memory that it will take beside microbatches and has not taken yet, in bytes."""
 
+    def move(self, device: torch.device) -> None:
+        """Move weights, gradient and moments to a device. If it has no room, some may have moved."""
+
     def clear_gradient(self) -> None:
         """Drop the gradient, as after a step."""
 

@@ -38,7 +38,7 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import share_kernels
 from tests.models import make_wide_moe
-from tests.trainers import LORA, forward_backward, trainer
+from tests.trainers import LORA, SMOOTH, assert_same, forward_backward, lora_model, trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +203,7 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
     costs = memory._costs
     needed = costs.constant + longest * costs.least_per_token
     memory._limit_bytes -= int((memory._free_bytes + held / 2 - needed) / (1 - MARGIN))
-    assert memory.fitting_tokens < longest
+    assert memory.fitting_tokens() < longest
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
     forward_backward(rank, "m", long)
@@ -211,6 +211,40 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
     torch.cuda.empty_cache()
     assert reserved - torch.cuda.memory_reserved() > held / 2
     forward_backward(rank, "m", short)
+
+
+def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    source = make_wide_moe(tmp_path / "model")
+    placement = Placement(trainer_bytes=8 << 30)
+    rank = trainer(source, device="cuda", dtype="bfloat16", max_lora_rank=256, placement=placement)
+    renderer, memory = make_renderer(source), present(rank.base.memory)
+    data = cross_entropy([datum(prompt(words(400)), renderer)])
+
+    def learned(name: str) -> dict[str, torch.Tensor]:
+        return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items()}
+
+    found = []
+    for limited in (False, True):
+        for name in "ab":
+            rank.create_model(name, LORA.model_copy(update={"rank": 256}))
+        if limited:  # to one model in training, and the microbatch
+            one, other = (lora_model(rank, name) for name in "ab")
+            needed = memory._costs.constant + 400 * memory._costs.per_token
+            taken = torch.cuda.memory_allocated() - (other.training_bytes - other.missing_bytes) + one.missing_bytes
+            memory._limit_bytes = int((taken + needed + (64 << 20)) / (1 - MARGIN))
+        for _ in range(2):
+            for name in "ab":
+                forward_backward(rank, name, data)
+            if limited:
+                devices = {name: one.device.type for name in "ab" for one in lora_model(rank, name).parameters}
+                assert devices == {"a": "cpu", "b": "cuda"}
+            for name in "ab":
+                rank.optim_step(name, SMOOTH)
+        found.append({name: learned(name) for name in "ab"})
+    for name in "ab":
+        assert_same(found[1][name], found[0][name], rtol=1e-2)
 
 
 async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:

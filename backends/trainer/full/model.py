@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from api_schemas.training import AdamParams, Trainable
 from backends.trainer.distributed import World, agreed, total_norm
-from backends.trainer.optimizer import MOMENTS, keeping_state, prepare_step, step_on_device
+from backends.trainer.optimizer import MOMENTS, keeping_state, move, prepare_step, step_on_device
 from backends.trainer.trained_weights import GradientState
 
 
@@ -44,6 +44,10 @@ class FullModel:
         size_bytes = sum(one.nbytes for one in self.parameters)
         has_gradient = self.gradient != "none"
         return size_bytes * (1 + (not has_gradient) + (0 if self.optimizer.state else len(MOMENTS)))
+
+    def move(self, device: torch.device) -> None:
+        """Move masters, gradient and moments to a device. If it has no room, some may have moved."""
+        move(self.parameters, self.optimizer, device)
 
     def clear_gradient(self) -> None:
         """Drop the gradient, as after a step."""

@@ -32,7 +32,7 @@ from backends.trainer.distributed import (
 )
 from backends.trainer.lora.experts import ExpertAdapters
 from backends.trainer.lora.linear import LoraLinear
-from backends.trainer.optimizer import MOMENTS, all_finite, keeping_state, prepare_step, step_on_device
+from backends.trainer.optimizer import MOMENTS, all_finite, keeping_state, move, prepare_step, step_on_device
 from backends.trainer.trained_weights import GradientState
 
 _STEP_COUNT_BYTES = torch.float32.itemsize
@@ -196,6 +196,10 @@ class LoraModel:
 
     def _gathered(self, own: Tensor, index: int) -> Tensor:
         return shards.gather_to_rank_zero(own, self._weights[index].shape, self._world)
+
+    def move(self, device: torch.device) -> None:
+        """Move working copy, masters, gradient and moments to a device. If it has no room, some may have moved."""
+        move([*self.parameters, *(self._weights if self._is_shared else ())], self.optimizer, device)
 
     def clear_gradient(self) -> None:
         """Drop the gradient, as after a step."""

@@ -125,10 +125,9 @@ class Memory:
         reserved_bytes = self.graphs_bytes + self.models_bytes
         return self._limit_bytes * (1 - MARGIN) - reserved_bytes - torch.cuda.memory_allocated(self._device)
 
-    @property
-    def fitting_tokens(self) -> int:
-        """Tokens of the largest microbatch that fits now."""
-        return self._costs.longest(self._free_bytes)
+    def fitting_tokens(self, freed_bytes: float = 0) -> int:
+        """Return the tokens of the largest microbatch that fits now, or once so many bytes are freed."""
+        return self._costs.longest(self._free_bytes + freed_bytes)
 
     def tokens_in(self, part: float) -> int:
         """Return the tokens of the largest microbatch that takes this part of all memory without checkpointing."""
@@ -158,5 +157,5 @@ class Memory:
         return (
             f"a training microbatch takes {costs.constant / GIB:.1f} GiB and {costs.per_token / 2**20:.2f} MiB a token,"
             f" {costs.least_per_token / 2**20:.2f} if all layers recompute; {self._free_bytes / GIB:.1f} GiB are"
-            f" free, for at most {self.fitting_tokens} tokens"
+            f" free, for at most {self.fitting_tokens()} tokens"
         )

@@ -12,6 +12,7 @@ from backends.families.text import Text
 from backends.formats.expert_routing import RoutingFiles, routing_name
 from backends.inputs.rendering import Rendered
 from backends.trainer.distributed import World
+from backends.trainer.lora.model import LoraModel
 from backends.trainer.model import cuda_graphs as graphs_module
 from backends.trainer.model.cuda_graphs import Graphs, samples_of_graph
 from backends.trainer.model.packing import Microbatch, pack
@@ -187,7 +188,8 @@ class Card:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         rank.base.memory = Memory(layers, run, torch.device("cpu"), limit_bytes)
-        monkeypatch.setattr(TrainerRank, "_missing_bytes", lambda *_: 0)  # a model's own are not on this card
+        for name in ("missing_bytes", "training_bytes"):
+            monkeypatch.setattr(LoraModel, name, 0)  # a model's own are not on this card
 
 
 def test_graphs_leave_room_for_the_longest_text_and_give_way_to_it(capturing, tmp_path, monkeypatch) -> None:
