@@ -130,17 +130,17 @@ class TrainerRank:
             return
         self._keep_waiting(files_s(model.size_bytes))
         log.info("a model of %.1f GiB moves to the main memory, to make room", model.training_bytes / GIB)
+        self._offloaded.add(model)  # first: if a part of it cannot move, it comes back as a whole
         model.move(torch.device("cpu"))
-        self._offloaded.add(model)
 
     def _bring_back(self, model: TrainedModel, num_tokens: int) -> int:
-        """Have a model on the device, with room for its microbatch of so many tokens. Return the tokens of the largest
-        one that fits. All ranks fail, or none. Raises BackendFailed."""
+        """Have a model on the device, if possible with room for its microbatch of so many tokens. Return the tokens of
+        the largest one that fits. All ranks fail, or none. Raises BackendFailed if none fits."""
         ways = self._ways_to_room(model)
-        while (fitting := self._count_fitting(model)) < num_tokens:
-            if not ways:
-                raise BackendFailed("other models take the memory of the GPU, and the main memory has no room for them")
+        while (fitting := self._count_fitting(model)) < num_tokens and ways:
             ways.pop(0)()
+        if fitting == 0:
+            raise BackendFailed("the GPU's memory is full, and the main memory has no room for the models that wait")
         if model in self._offloaded:
             self._keep_waiting(files_s(model.size_bytes))
             agreed(lambda: model.move(self._world.device), self._world)

@@ -114,6 +114,14 @@ def test_models_that_fit_together_stay(source: Path) -> None:
     assert alternately(source, rank, lambda: card.on_card) == [{"a", "b"}] * 8
 
 
+def test_a_microbatch_that_was_planned_is_tried_though_memory_has_become_short(source: Path) -> None:
+    """It may recompute more, and it is tried again with the least memory."""
+    rank = two_models(source)
+    rank.base.memory = Card(rank)
+    forward_backward(rank, "a", batch(source, 1))
+    assert rank._bring_back(rank.models["a"], 120) == LONGEST
+
+
 def test_a_datum_that_is_too_long_for_an_empty_card_is_refused_and_offloads_nothing(source: Path) -> None:
     rank = two_models(source)
     rank.base.memory = card = Card(rank)
@@ -130,7 +138,7 @@ def test_without_main_memory_a_model_waits_for_the_others_and_loses_nothing(sour
     with monkeypatch.context() as changed:
         changed.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
         assert card.on_card == {"a"}  # b was offloaded before
-        with pytest.raises(BackendFailed, match="the main memory has no room for them"):
+        with pytest.raises(BackendFailed, match="the main memory has no room for the models that wait"):
             forward_backward(rank, "b", batch(source, 2))
         assert card.on_card == {"a"}
     with pytest.raises(InvalidInput, match="incomplete"):
