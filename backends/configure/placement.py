@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-import psutil
 import torch
 
 from backends.config import BackendConfig, MemoryPart
@@ -30,6 +29,7 @@ from backends.configure.memory_plan import (
 )
 from backends.configure.model_size import ModelSize
 from backends.model_spec import Device, Placement
+from backends.processes.heap import free_main_bytes
 from backends.protocol import BackendFailed
 
 CONTEXTS = {"cpu": (8192,), "cuda": (32768, 28672, 24576, 20480, 16384, 12288, 8192)}
@@ -56,7 +56,7 @@ def this_machine() -> Machine:
     """Read this machine, without creating a CUDA context in this process."""
     gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
     names, sizes = [gpu.name for gpu in gpus], [gpu.total_memory for gpu in gpus]
-    return Machine(psutil.virtual_memory().available, sizes, names)
+    return Machine(free_main_bytes(), sizes, names)
 
 
 def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
 from backends.model_spec import ModelSpec
+from backends.processes.heap import free_main_bytes
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base_model import BaseModel
@@ -126,7 +126,7 @@ class TrainerRank:
     def _offload(self, model: TrainedModel) -> None:
         """Move a model to the main memory, if there is room for it on all machines."""
         needed = 2 * self._world.machine.size * model.training_bytes
-        if not all(gather_objects(psutil.virtual_memory().available > needed, self._world)):
+        if not all(gather_objects(free_main_bytes() > needed, self._world)):
             return
         self._keep_waiting(files_s(model.size_bytes))
         log.info("a model of %.1f GiB moves to the main memory, to make room", model.training_bytes / GIB)

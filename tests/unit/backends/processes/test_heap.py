@@ -1,9 +1,13 @@
-"""A process returns freed memory to the system."""
+"""A process returns freed memory to the system, and knows what is free."""
+
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
+import pytest
 
-from backends.processes.heap import give_back_memory
+from backends.processes.heap import free_main_bytes, give_back_memory
 
 MIB = 1 << 20
 
@@ -18,3 +22,14 @@ def test_memory_freed_before_what_is_still_used_is_given_back():
     give_back_memory()
     assert held - process.memory_info().rss > 100 * MIB
     assert last.all()
+
+
+def test_a_containers_limit_bounds_the_free_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert free_main_bytes(tmp_path) == 1000  # no control group
+    for name, text in {"max": "max\n", "current": "500\n", "stat": "anon 400\ninactive_file 100\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_main_bytes(tmp_path) == 1000  # no limit
+    for limit, free in (("900", 500), ("9000", 1000), ("300", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert free_main_bytes(tmp_path) == free
