@@ -4,6 +4,7 @@ All ranks run the same commands with the same arguments. They agree on every err
 (`distributed.agreed`), so that no rank waits for another that has given up, and none goes on alone.
 """
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ class TrainerRank:
         self._fitting_tokens = _UNLIMITED
         """Tokens of a microbatch with a gradient that fits into every rank's memory, as last measured."""
         self.models: dict[str, TrainedModel] = {}
-        """The least recently used first."""
+        self._latest_use: dict[TrainedModel, int] = {}
+        self._uses = itertools.count()
         self._offloaded: set[TrainedModel] = set()
         """Those in the main memory: the device had no room for them beside others."""
         self._requests: dict[int, BatchRequest] = {}
@@ -101,12 +103,14 @@ class TrainerRank:
         self._requests = {number: one for number, one in self._requests.items() if one.model is not model}
         if model is not None:
             self._offloaded.discard(model)
+            self._latest_use.pop(model, None)
 
     def _model(self, model_id: str) -> TrainedModel:
         """Return a model that is about to be used, on the device."""
         if model_id not in self.models:
             raise ModelLost(f"{model_id} is not loaded")
-        model = self.models[model_id] = self.models.pop(model_id)
+        model = self.models[model_id]
+        self._latest_use[model] = next(self._uses)
         if model in self._offloaded:
             self._bring_back(model, 1)
         return model
@@ -118,10 +122,8 @@ class TrainerRank:
         models offloaded, those without requests first, of these the least recently used."""
         busy = {one.model for one in self._requests.values()}
         others = [one for one in self.models.values() if one is not besides and one not in self._offloaded]
-        return [
-            self.base.release_graphs,
-            *(partial(self._offload, one) for one in sorted(others, key=busy.__contains__)),
-        ]
+        others.sort(key=lambda one: (one in busy, self._latest_use.get(one, -1)))
+        return [self.base.release_graphs, *(partial(self._offload, one) for one in others)]
 
     def _offload(self, model: TrainedModel) -> None:
         """Move a model to the main memory, if there is room for it on all machines."""
@@ -206,7 +208,8 @@ class TrainerRank:
         self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
         for one in known:
-            model = self.models[one.model_id] = self.models.pop(one.model_id)
+            model = self.models[one.model_id]
+            self._latest_use[model] = next(self._uses)
             try:
                 if one.number in errors:
                     raise errors[one.number]

@@ -118,10 +118,11 @@ def test_the_servers_own_process_imports_no_ray() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_only_the_launcher_starts_processes_and_only_placement_counts_memory() -> None:
+def test_only_the_launcher_starts_processes_and_one_module_counts_each_kind_of_memory() -> None:
     for pattern, room in (
         (r"create_subprocess|subprocess\.|killpg|CUDA_VISIBLE_DEVICES", "backends/processes/launcher.py"),
-        (r"psutil|device_count|get_device_properties|mem_get_info", "backends/configure/placement.py"),
+        (r"psutil", "backends/processes/heap.py"),
+        (r"device_count|get_device_properties|mem_get_info", "backends/configure/placement.py"),
     ):
         backends = [path for path in FILES if path.parts[0] == "backends"]
         assert [str(path) for path in backends if re.search(pattern, (ROOT / path).read_text())] == [room]
