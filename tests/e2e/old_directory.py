@@ -1,8 +1,9 @@
 """Data directories as older servers left them, and the numbers that these servers computed from them.
 
-`python -m tests.e2e.old_directory CHECKOUT NAME` makes one with the server of a checkout and the embedded model. It
-fills a data directory, ends the server, serves a copy again and records the numbers. 073f48b made `stopped`, whose
-server was stopped; ab350a7 made `killed`, whose server was killed, so that it has a log.
+`python -m tests.e2e.old_directory CHECKOUT NAME` makes one with the server of a checkout and today's embedded model. The
+numbers are of its weights: both are made again when these change. It fills a data directory, ends the server, serves a
+copy again and records the numbers. 073f48b made `stopped`, whose server was stopped; ab350a7 made `killed`, whose server
+was killed, so that it has a log.
 """
 
 import base64
@@ -23,6 +24,7 @@ from sqlalchemy import JSON, Boolean, Connection, MetaData
 
 from tests.factories import photo
 from tests.servers import KEY, Server
+from tinker_server.embedded import DIRECTORIES
 from tinker_server.store.database import Database
 
 DATA = Path(__file__).parents[1] / "data"
@@ -286,7 +288,7 @@ def main(checkout: Path, name: str) -> None:
     DATA.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         data_dir, again = Path(scratch) / "data", Path(scratch) / "again"
-        models = {MODEL: checkout / "tinker_server" / "tiny_vl"}
+        models = {MODEL: DIRECTORIES[MODEL]}
         settings = {"session_timeout_s": 2} if made is STOPPED else {"snapshot_every_s": SNAPSHOT_EVERY_S}
         server = Server(data_dir, models, checkout=checkout, **settings).start()
         parts = made.fill(Client(server.base_url))
