@@ -1,9 +1,9 @@
 """Data directories as older servers left them, and the numbers that these servers computed from them.
 
-`python -m tests.e2e.old_directory CHECKOUT NAME` makes one with the server of a checkout and today's embedded model. The
-numbers are of its weights: both are made again when these change. It fills a data directory, ends the server, serves a
-copy again and records the numbers. 073f48b made `stopped`, whose server was stopped; ab350a7 made `killed`, whose server
-was killed, so that it has a log.
+`python -m tests.e2e.old_directory CHECKOUT NAME` makes one with the server of a checkout and today's embedded model.
+The numbers are of its weights: both are made again when these change. It fills a data directory, ends the server,
+serves a copy again and records the numbers. 073f48b made `stopped`, whose server was stopped; ab350a7 made `killed`,
+whose server was killed, so that it has a log.
 """
 
 import base64
