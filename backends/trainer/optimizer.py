@@ -29,9 +29,10 @@ def move(parameters: Iterable[nn.Parameter], optimizer: torch.optim.AdamW, devic
     for parameter in parameters:
         data, gradient = parameter.data.to(device), None if parameter.grad is None else parameter.grad.to(device)
         state = optimizer.state.get(parameter, {})
-        moved = {kind: state[kind].to(device) for kind in MOMENTS if kind in state}
-        if "step" in state and optimizer.defaults["fused"]:
-            moved["step"] = state["step"].to(device)
+        moved = {
+            kind: step_on_device(optimizer, one, data) if kind == "step" else one.to(device)
+            for kind, one in state.items()
+        }
         parameter.grad = None  # it must be where its parameter is
         parameter.data, parameter.grad = data, gradient
         state.update(moved)

@@ -4,7 +4,6 @@ All ranks run the same commands with the same arguments. They agree on every err
 (`distributed.agreed`), so that no rank waits for another that has given up, and none goes on alone.
 """
 
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -57,8 +56,8 @@ class TrainerRank:
         self._fitting_tokens = _UNLIMITED
         """Tokens of a microbatch with a gradient that fits into every rank's memory, as last measured."""
         self.models: dict[str, TrainedModel] = {}
-        self._latest_use: dict[TrainedModel, int] = {}
-        self._uses = itertools.count()
+        self._by_use: dict[TrainedModel, None] = {}
+        """All of them, the least recently used first."""
         self._offloaded: set[TrainedModel] = set()
         """Those in the main memory: the device had no room for them beside others."""
         self._requests: dict[int, BatchRequest] = {}
@@ -71,6 +70,7 @@ class TrainerRank:
         it trains. If it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
         self.models[model_id] = model = agreed(lambda: self._new_model(lora), self._world)
+        self._note_use(model)
         if snapshot is not None:
             try:
                 self.base.files.load_snapshot(self._about_to_move(model_id), snapshot)
@@ -103,17 +103,24 @@ class TrainerRank:
         self._requests = {number: one for number, one in self._requests.items() if one.model is not model}
         if model is not None:
             self._offloaded.discard(model)
-            self._latest_use.pop(model, None)
+            self._by_use.pop(model, None)
 
     def _model(self, model_id: str) -> TrainedModel:
-        """Return a model that is about to be used, on the device."""
         if model_id not in self.models:
             raise ModelLost(f"{model_id} is not loaded")
-        model = self.models[model_id]
-        self._latest_use[model] = next(self._uses)
+        return self.models[model_id]
+
+    def _model_on_device(self, model_id: str) -> TrainedModel:
+        """Return a model that is about to be used, from the main memory if it was offloaded."""
+        model = self._model(model_id)
+        self._note_use(model)
         if model in self._offloaded:
             self._bring_back(model, 1)
         return model
+
+    def _note_use(self, model: TrainedModel) -> None:
+        self._by_use.pop(model, None)
+        self._by_use[model] = None
 
     # ---- memory
 
@@ -121,9 +128,12 @@ class TrainerRank:
         """Return what frees memory of the device, in the order in which it is to be done: graphs are released, then
         models offloaded, those without requests first, of these the least recently used."""
         busy = {one.model for one in self._requests.values()}
-        others = [one for one in self.models.values() if one is not besides and one not in self._offloaded]
-        others.sort(key=lambda one: (one in busy, self._latest_use.get(one, -1)))
+        others = sorted(self._others_on_device(besides), key=busy.__contains__)
         return [self.base.release_graphs, *(partial(self._offload, one) for one in others)]
+
+    def _others_on_device(self, besides: TrainedModel | None) -> list[TrainedModel]:
+        """Return the other models that are not offloaded, the least recently used first."""
+        return [one for one in self._by_use if one is not besides and one not in self._offloaded]
 
     def _offload(self, model: TrainedModel) -> None:
         """Move a model to the main memory, if there is room for it on all machines."""
@@ -156,7 +166,7 @@ class TrainerRank:
         if memory is None:
             return _UNLIMITED
         busy = {one.model for one in self._requests.values() if one.backward}
-        others = [one for one in self.models.values() if one is not model and one not in self._offloaded]
+        others = self._others_on_device(model)
         growing = sum(one.missing_bytes for one in others if one in busy or one.gradient != "none")
         memory.models_bytes = growing + (model.training_bytes if model in self._offloaded else model.missing_bytes)
         held = sum(one.training_bytes - one.missing_bytes for one in others)
@@ -209,7 +219,7 @@ class TrainerRank:
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
         for one in known:
             model = self.models[one.model_id]
-            self._latest_use[model] = next(self._uses)
+            self._note_use(model)
             try:
                 if one.number in errors:
                     raise errors[one.number]
@@ -252,17 +262,16 @@ class TrainerRank:
 
     def mark_incomplete(self, model_id: str) -> None:
         """Mark the gradient as incomplete: a forward_backward of this model will never run."""
-        if model_id not in self.models:
-            raise ModelLost(f"{model_id} is not loaded")
-        self.models[model_id].gradient = "incomplete"
+        self._model(model_id).gradient = "incomplete"
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         """Take one step of torch.optim.AdamW on the summed gradient, which is cleared whatever happens. If it fails,
         weights and optimizer are as they were."""
-        if model_id in self.models and self.models[model_id].gradient == "none":
+        model = self._model(model_id)
+        if model.gradient == "none":
             raise InvalidInput("there is no gradient: no forward_backward since the last optim_step")
         try:
-            model = self._model(model_id)
+            self._model_on_device(model_id)
             if self._world.num_machines > 1:
                 self._keep_waiting(network_s(model.size_bytes))
             if model.gradient == "incomplete":
@@ -272,8 +281,7 @@ class TrainerRank:
                 )
             return self._step(model, adam)
         finally:
-            if model_id in self.models:
-                self.models[model_id].clear_gradient()
+            model.clear_gradient()
 
     def _step(self, model: TrainedModel, adam: AdamParams) -> OptimStepResponse:
         norm = model.sum_gradient()
@@ -313,6 +321,6 @@ class TrainerRank:
 
     def _about_to_move(self, model_id: str) -> TrainedModel:
         """Return a model whose files are about to be read or written."""
-        model = self._model(model_id)
+        model = self._model_on_device(model_id)
         self._keep_waiting(_STATE_PARTS * files_s(model.size_bytes))
         return model

@@ -199,7 +199,7 @@ class LoraModel:
 
     def move(self, device: torch.device) -> None:
         """Move working copy, masters, gradient and moments to a device. If it has no room, some may have moved."""
-        move([*self.parameters, *(self._weights if self._is_shared else ())], self.optimizer, device)
+        move((*self._weights, *self.parameters), self.optimizer, device)
 
     def clear_gradient(self) -> None:
         """Drop the gradient, as after a step."""
