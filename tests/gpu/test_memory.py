@@ -28,11 +28,12 @@ from backends.configure.memory_plan import (
     trainer_parts,
 )
 from backends.families.family import RenderedImage
+from backends.inputs.rendering import Renderer
 from backends.model_spec import Placement
 from backends.protocol import SamplingTask
 from backends.sampler.engine import engine_args
 from backends.trainer.distributed import World
-from backends.trainer.model.recompute import MARGIN
+from backends.trainer.model.recompute import MARGIN, Memory
 from backends.trainer.rank import TrainerRank
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
@@ -183,14 +184,19 @@ def test_a_call_of_the_vision_tower_takes_what_is_planned(tmp_path: Path, trains
             assert 0.8 * planned < (held if trains else peak) < 1.05 * planned
 
 
-def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_path: Path) -> None:
-    """In a mixture of experts, whose adapters' gradients are larger than a graph of a small microbatch."""
+def of_wide_adapters(tmp_path: Path) -> tuple[TrainerRank, Renderer, Memory]:
+    """A rank of 8 GiB on a mixture of experts, for models of rank 256."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     source = make_wide_moe(tmp_path / "model")
     placement = Placement(trainer_bytes=8 << 30)
     rank = trainer(source, device="cuda", dtype="bfloat16", max_lora_rank=256, placement=placement)
-    renderer, memory = make_renderer(source), present(rank.base.memory)
+    return rank, make_renderer(source), present(rank.base.memory)
+
+
+def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_path: Path) -> None:
+    """In a mixture of experts, whose adapters' gradients are larger than a graph of a small microbatch."""
+    rank, renderer, memory = of_wide_adapters(tmp_path)
     rank.create_model("m", LORA.model_copy(update={"rank": 256}))
     longest = rank.base._max_context_length
     short, long = (cross_entropy([datum(prompt(words(count)), renderer)]) for count in (400, longest))
@@ -214,12 +220,7 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
 
 
 def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    source = make_wide_moe(tmp_path / "model")
-    placement = Placement(trainer_bytes=8 << 30)
-    rank = trainer(source, device="cuda", dtype="bfloat16", max_lora_rank=256, placement=placement)
-    renderer, memory = make_renderer(source), present(rank.base.memory)
+    rank, renderer, memory = of_wide_adapters(tmp_path)
     data = cross_entropy([datum(prompt(words(400)), renderer)])
 
     def learned(name: str) -> dict[str, torch.Tensor]:
