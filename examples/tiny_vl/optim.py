@@ -19,8 +19,8 @@ SAME_SIZE_AS_ADAMW = 0.2  # root mean square of an update per unit of learning r
 class Stage:
     """A stage of training, which ends after its minutes or after its steps."""
 
-    def __init__(self, minutes: float | None = None, steps: int | None = None) -> None:
-        self.name = "distil" if steps is None else "caption"
+    def __init__(self, name: str, minutes: float | None = None, steps: int | None = None) -> None:
+        self.name = name
         self.steps = 0
         self._started, self._minutes, self._most = time.monotonic(), minutes, steps
 

@@ -201,7 +201,7 @@ def distil(run: Run) -> None:
         return run.distillation(vision(seen.pixels_B3HW), seen)
 
     optimizer = Optimizer(trained, args.distil_rate, args.decay_from)
-    train(run, Stage(minutes=args.distil_minutes), args.batch, optimizer, losses)
+    train(run, Stage("distil", minutes=args.distil_minutes), args.batch, optimizer, losses)
 
 
 def tune_captions(run: Run, tokens: Tokens) -> None:
@@ -244,7 +244,7 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
         return {"loss": loss, "caption": caption, "repeat": repeat, **answers}
 
     optimizer = Optimizer(trained, args.caption_rate, args.decay_from)
-    train(run, Stage(steps=args.caption_steps), args.caption_batch, optimizer, losses)
+    train(run, Stage("caption", steps=args.caption_steps), args.caption_batch, optimizer, losses)
 
 
 def told_names(teacher: Teacher, photos: Photos, canvases: Canvases) -> tuple[torch.Tensor, torch.Tensor]:
