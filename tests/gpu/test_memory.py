@@ -39,7 +39,7 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import share_kernels
 from tests.models import make_wide_moe
-from tests.trainers import LORA, SMOOTH, assert_same, forward_backward, lora_model, trainer
+from tests.trainers import LORA, SMOOTH, forward_backward, lora_model, relative_distance, trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -205,10 +205,11 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
     held = memory.graphs_bytes
     print(f"graphs hold {held / 2**20:.0f} MiB, a gradient {gradient / 2**20:.0f}")
     assert 0 < held < 1.5 * gradient  # two graphs, which held twice that with a copy of it each
-    # As if others had taken all but what the longest text needs.
+    # As if others had taken all but what the longest text needs, which then leaves too little for a graph.
     costs = memory._costs
     needed = costs.constant + longest * costs.least_per_token
-    memory._limit_bytes -= int((memory._free_bytes + held / 2 - needed) / (1 - MARGIN))
+    rank._count_fitting(rank.models["m"])  # counts what the model will still take, its gradient no longer
+    memory._limit_bytes -= int((memory._free_bytes + held - min(held, needed) / 2 - needed) / (1 - MARGIN))
     assert memory.fitting_tokens() < longest
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
@@ -221,10 +222,12 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
 
 def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path: Path) -> None:
     rank, renderer, memory = of_wide_adapters(tmp_path)
+    rank.base._graphs = None  # their kernels round otherwise, and a token whose rounding differs has other experts
     data = cross_entropy([datum(prompt(words(400)), renderer)])
 
     def learned(name: str) -> dict[str, torch.Tensor]:
-        return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items()}
+        """Matrices that begin at zero."""
+        return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items() if ".lora_B." in key}
 
     found = []
     for limited in (False, True):
@@ -245,7 +248,9 @@ def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path:
                 rank.optim_step(name, SMOOTH)
         found.append({name: learned(name) for name in "ab"})
     for name in "ab":
-        assert_same(found[1][name], found[0][name], rtol=1e-2)
+        distance = relative_distance(found[1][name].values(), found[0][name].values())
+        print(f"{name}: {distance:.2g} of what was learned differs")
+        assert distance < 0.05  # a lost gradient: about a half; lost moments: a quarter
 
 
 async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,4 +274,5 @@ async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> N
     assert measured["base"] == pytest.approx(planned["base"], rel=0.05)
     assert measured["slots"] == pytest.approx(planned["adapter slots"], rel=0.05)
     assert measured["token"] == found.size.kv_token_bytes
-    assert 0.7 * sum(planned.values()) < taken < sum(planned.values())
+    own = sum(planned.values()) - planned["context"]  # this process has its context already
+    assert 2 / 3 * own < taken < own
