@@ -1,7 +1,7 @@
 """Curves of one task over its runs: python curves.py OUT NAME=RUN_DIR [NAME=RUN_DIR ...]
 
 Writes OUT.csv (run, step, reward, validation reward, turns of an episode, KL from sampler to trainer, seconds) and
-OUT.png, with the turns too if they changed.
+OUT.png, with the turns too if they change.
 """
 
 import csv
@@ -23,6 +23,8 @@ COLUMNS = {
     "kl_sample_train": "optim/kl_sample_train_v1",
     "step_s": "time/total",
 }
+LEAST_CHANGE = 0.5
+"""Turns of an episode are drawn if their mean changes by more than this."""
 
 
 def read(run: str, metrics: Path, columns: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -49,7 +51,8 @@ def main(out: str, runs: dict[str, Path]) -> None:
     rows = [row for run, directory in runs.items() for row in read(run, directory / "rl" / "metrics.jsonl", COLUMNS)]
     write_table(out, rows, COLUMNS)
     figure, axes = plt.subplots(figsize=(7, 4))
-    has_turns = len({row["turns"] for row in rows if "turns" in row}) > 1
+    all_turns = [row["turns"] for row in rows if "turns" in row]
+    has_turns = max(all_turns, default=0) - min(all_turns, default=0) > LEAST_CHANGE
     if has_turns:
         of_turns = axes.twinx()
         of_turns.set(ylabel="turns of an episode (dotted)")

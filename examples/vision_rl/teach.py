@@ -68,7 +68,7 @@ def no_env(_seed: int) -> MessageEnv:
 
 
 TASKS = {
-    "squares": Task(squares.squares, squares.warm_start, 4, warm_steps=32, rl_steps=50, warm_rate=3e-3, rl_rate=5e-4),
+    "squares": Task(squares.squares, squares.warm_start, 4, warm_steps=20, rl_steps=50, warm_rate=3e-3, rl_rate=5e-4),
     "maze": Task(
         maze.maze_env,
         maze.warm_start,
