@@ -73,7 +73,7 @@ TASKS = {
         maze.maze_env,
         maze.warm_start,
         12,
-        warm_steps=150,
+        warm_steps=300,
         warm_until=0.09,
         rl_steps=60,
         warm_rate=3e-3,
