@@ -39,7 +39,7 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import share_kernels
 from tests.models import make_wide_moe
-from tests.trainers import LORA, SMOOTH, forward_backward, lora_model, relative_distance, trainer
+from tests.trainers import LORA, SMOOTH, assert_same, forward_backward, lora_model, relative_distance, trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -226,8 +226,7 @@ def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path:
     data = cross_entropy([datum(prompt(words(400)), renderer)])
 
     def learned(name: str) -> dict[str, torch.Tensor]:
-        """Matrices that begin at zero."""
-        return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items() if ".lora_B." in key}
+        return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items()}
 
     found = []
     for limited in (False, True):
@@ -249,8 +248,8 @@ def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path:
         found.append({name: learned(name) for name in "ab"})
     for name in "ab":
         distance = relative_distance(found[1][name].values(), found[0][name].values())
-        print(f"{name}: {distance:.2g} of what was learned differs")
-        assert distance < 0.05  # a lost gradient: about a half; lost moments: a quarter
+        print(f"{name}: weights differ by {distance:.2g} of their norm")
+        assert_same(found[1][name], found[0][name], rtol=1e-2)
 
 
 async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,4 +274,4 @@ async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> N
     assert measured["slots"] == pytest.approx(planned["adapter slots"], rel=0.05)
     assert measured["token"] == found.size.kv_token_bytes
     own = sum(planned.values()) - planned["context"]  # this process has its context already
-    assert 2 / 3 * own < taken < own
+    assert 0.7 * own < taken < own
