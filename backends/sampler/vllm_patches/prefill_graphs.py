@@ -6,13 +6,23 @@ torch.compile, or (`FULL`) graphs of one kind that serves both, and decodes more
 
 Prompts with images run eagerly. Buffers for features of the first decoder layers are cleared only if non-empty, and
 they are empty at capture: a captured graph would leak one prompt's image features into the next step.
+
+The schedule of FlashAttention 3 (`get_scheduler_metadata`), which vLLM writes into the graph's buffer before each step,
+has one array more for causal attention. A step in which every request has one token is not causal to it, unless a head
+has 65 to 128 numbers. Replayed in a graph captured for longer prompts, its attention finds the arrays elsewhere and
+leaves its output unwritten, for all requests of the step.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from backends.sampler.vllm_patches import targets
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 TOKENS = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """Sizes of graphs for a step with a prompt, which takes the next larger one."""
@@ -82,3 +92,16 @@ def capture_both_kinds() -> None:
 
     list_graphs = targets.V2_GRAPHS.replace(list_both)
     choose = targets.V2_DISPATCH.replace(choose_without_images)
+
+
+def schedule_in_the_kernels() -> None:
+    """Have FlashAttention's kernels make the schedules whose layout would depend on the step: each as it was captured.
+
+    Once, before the engine is made.
+    """
+
+    def schedule(builder: "FlashAttentionMetadataBuilder", *, aot_schedule: bool, **sizes: Any) -> object:
+        is_always_causal = 64 < builder.headdim <= 128
+        return made_by_vllm(builder, aot_schedule=aot_schedule and is_always_causal, **sizes)
+
+    made_by_vllm = targets.FLASH_SCHEDULE.replace(schedule)

@@ -285,6 +285,14 @@ V2_DISPATCH = Patch(
     "image-features-in-graphs.md",
     device="cuda",
 )
+FLASH_SCHEDULE = Patch(
+    "attention-schedules",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder._get_scheduler_metadata",
+    "348aca9bf9ccc931d5ae70832f0d309f4b767e0b480e00e0e469b79f56f8666f",
+    "In a graph for any step, attention misreads the schedule of a step of single tokens: wrong numbers for all in it.",
+    "attention-schedules.md",
+    device="cuda",
+)
 CPU_WEIGHTS = Patch(
     "cpu-shared-linears",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",

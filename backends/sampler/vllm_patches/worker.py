@@ -33,7 +33,7 @@ from backends.sampler.vllm_patches.heads import give_heads_adapters
 from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
 from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
-from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
+from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds, schedule_in_the_kernels
 from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
 from backends.sampler.vllm_patches.whole_images import keep_images_whole
 
@@ -78,6 +78,7 @@ def _patch_process() -> None:
     else:
         targets.PUNICA.replace(kernels_with_prompt_rows(PunicaWrapperGPU))
         capture_both_kinds()
+        schedule_in_the_kernels()
 
 
 _patch_process()

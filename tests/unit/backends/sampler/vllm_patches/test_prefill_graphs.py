@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from backends.sampler.vllm_patches import prefill_graphs
-from backends.sampler.vllm_patches.prefill_graphs import StepsWithImages, capture_both_kinds
+from backends.sampler.vllm_patches.prefill_graphs import StepsWithImages, capture_both_kinds, schedule_in_the_kernels
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 MAX_SEQUENCES = 265
@@ -95,3 +96,16 @@ def test_where_attention_can_only_decode_in_graphs_vllm_lists_them_itself(manage
     made = manager(CUDAGraphMode.FULL_DECODE_ONLY)
     assert step(made, [1] * 5).num_tokens == 8
     assert step(made, [64]).cg_mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize(("headdim", "is_made"), [(32, False), (64, False), (96, True), (128, True), (256, False)])
+def test_a_schedule_is_made_before_the_kernels_only_if_its_layout_is_that_of_every_step(headdim, is_made, monkeypatch):
+    def made_by_vllm(builder, *, aot_schedule, **sizes):
+        return sizes if aot_schedule else None
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "_get_scheduler_metadata", made_by_vllm)
+    schedule_in_the_kernels()
+    schedule = FlashAttentionMetadataBuilder._get_scheduler_metadata
+    builder = SimpleNamespace(headdim=headdim)
+    assert schedule(builder, aot_schedule=True, max_query_len=1) == ({"max_query_len": 1} if is_made else None)
+    assert schedule(builder, aot_schedule=False, max_query_len=1) is None
