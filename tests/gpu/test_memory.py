@@ -204,7 +204,7 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
     gradient = sum(one.nbytes for one in rank.base.weights.accumulated)
     held = memory.graphs_bytes
     print(f"graphs hold {held / 2**20:.0f} MiB, a gradient {gradient / 2**20:.0f}")
-    assert 0 < held < 1.5 * gradient  # two graphs, which held twice that with a copy of it each
+    assert 0 < held < gradient / 2  # two graphs, which held a copy of it each
     # As if others had taken all but what the longest text needs, which then leaves too little for a graph.
     costs = memory._costs
     needed = costs.constant + longest * costs.least_per_token
@@ -216,7 +216,7 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
     forward_backward(rank, "m", long)
     assert memory.graphs_bytes == 0
     torch.cuda.empty_cache()
-    assert reserved - torch.cuda.memory_reserved() > held / 2
+    assert reserved - torch.cuda.memory_reserved() > 0.9 * held
     forward_backward(rank, "m", short)
 
 

@@ -46,14 +46,13 @@ class Graphs:
     def __init__(self, scorer: Scorer, device: torch.device, max_tokens: int = TOKENS[-1]) -> None:
         """`max_tokens` of a microbatch: larger graphs would hold too much memory."""
         self._scorer = scorer
-        self._device = device
         self._sizes = [size for size in TOKENS if size <= max(max_tokens, TOKENS[0])]
         self._graphs: dict[_Key, _Graph] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle()
         """One for all graphs: no two are ever in use at once."""
         self.memory_bytes = 0
-        """Bytes that the captured graphs hold."""
+        """Bytes that the captured graphs hold, and torch does not count as allocated."""
 
     def test(self, batch: Microbatch) -> None:
         """Capture a graph and compare it with the scorer on the graph's own padded microbatch. Raises BackendFailed."""
@@ -96,7 +95,6 @@ class Graphs:
         key = self._key(size, scales_TR)
         if key not in self._graphs:
             torch.cuda.empty_cache()  # as capturing does
-            before = torch.cuda.memory_reserved(self._device)
             try:
                 self._graphs[key] = _Graph(self._scorer, batch, key, self._pool)
             except torch.OutOfMemoryError:
@@ -104,7 +102,9 @@ class Graphs:
             except RuntimeError as error:
                 raise BackendFailed(f"its kernels cannot be captured ({error})") from error
             torch.cuda.empty_cache()  # what warming up took is free again
-            self.memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+            # What is reserved besides has grown too, by a model's first gradient.
+            segments = torch.cuda.memory_snapshot(self._pool)
+            self.memory_bytes = sum(one["total_size"] - one["allocated_size"] for one in segments)
             log.info("captured a graph of %d tokens, summed rank %d, %d samples", *key)
             self._check(self._graphs[key], batch, scales_TR)
         return cast(Tensor, _GraphReplay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
