@@ -39,7 +39,7 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import share_kernels
 from tests.models import make_wide_moe
-from tests.trainers import LORA, SMOOTH, assert_same, forward_backward, lora_model, relative_distance, trainer
+from tests.trainers import LORA, SMOOTH, forward_backward, lora_model, relative_distance, trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -223,14 +223,14 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
 def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path: Path) -> None:
     rank, renderer, memory = of_wide_adapters(tmp_path)
     rank.base.release_graphs()
-    rank.base._graphs = None  # their kernels round otherwise, and a token whose rounding differs has other experts
+    rank.base._graphs = None  # their kernels round otherwise
     data = cross_entropy([datum(prompt(words(400)), renderer)])
 
     def learned(name: str) -> dict[str, torch.Tensor]:
         return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items()}
 
     found = []
-    for limited in (False, True):
+    for limited in (False, False, True):
         for name in "ab":
             rank.create_model(name, LORA.model_copy(update={"rank": 256}))
         if limited:  # to one model in training, and the microbatch
@@ -247,10 +247,13 @@ def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path:
             for name in "ab":
                 rank.optim_step(name, SMOOTH)
         found.append({name: learned(name) for name in "ab"})
+    once, again, in_turns = found
     for name in "ab":
-        distance = relative_distance(found[1][name].values(), found[0][name].values())
-        print(f"{name}: weights differ by {distance:.2g} of their norm")
-        assert_same(found[1][name], found[0][name], rtol=1e-2)
+        # The same run twice is as far apart: kernels add in any order, and rounding sends tokens to other experts.
+        by_chance, distance = (relative_distance(one[name].values(), once[name].values()) for one in (again, in_turns))
+        print(f"{name}: weights differ by {distance:.2g} of their norm, of the same run twice by {by_chance:.2g}")
+        assert by_chance < 2e-3  # a lost update would be ten times that
+        assert distance < 2 * by_chance
 
 
 async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
