@@ -250,13 +250,17 @@ async def check_sampler(source: Path, tmp_path: Path, num_ranks: int) -> None:
     running = SamplerPool(spec, fork_sampler)
     await running.start()
     try:
-        works = [(name, item) for item in data for name in weights]
-        responses = await asyncio.gather(
-            *(
-                sample(running, request(item.model_input, {"max_tokens": 3}, prompt_logprobs=True), weights[name])
-                for name, item in works
+        works, responses = [], []
+        # Prompts of one token are in steps of their own, which attention takes for steps that decode.
+        for items in (data, [datum(prompt(words(1, seed)), renderer, seed) for seed in range(2)]):
+            asked = [(name, item) for item in items for name in weights]
+            responses += await asyncio.gather(
+                *(
+                    sample(running, request(item.model_input, {"max_tokens": 3}, prompt_logprobs=True), weights[name])
+                    for name, item in asked
+                )
             )
-        )
+            works += asked
     finally:
         await running.stop()
     differences = []

@@ -81,7 +81,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
         "stream": lambda _: nullcontext(),
         "current_stream": Stream,
         "empty_cache": lambda: None,
-        "memory_reserved": lambda _: 0,
+        "memory_snapshot": lambda _: [],
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     scored, backward = Scorer.forward, torch.Tensor.backward
@@ -180,11 +180,15 @@ class Card:
             self._peak_bytes = self.allocated_bytes + 100 + round(num_tokens * (10 - 8 * part))
 
         graphs = present(rank.base._graphs)
+
+        def snapshot(pool: object) -> list[dict[str, int]]:
+            return [{"total_size": 103 + 10 * max(key[0] for key in graphs._graphs), "allocated_size": 3}]
+
         for name, value in {
             "memory_allocated": lambda _: self.allocated_bytes,
             "max_memory_allocated": lambda _: self._peak_bytes,
             "reset_peak_memory_stats": lambda _: None,
-            "memory_reserved": lambda _: max((100 + 10 * tokens for tokens, *_ in graphs._graphs), default=0),
+            "memory_snapshot": snapshot,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         rank.base.memory = Memory(layers, run, torch.device("cpu"), limit_bytes)
