@@ -1,10 +1,11 @@
 """A sampler's process without an engine: `python -m tests.fake_sampler_process FD`.
 
 The first token of a prompt says what happens: 0 answers at once, 1 after a second, 13 ends the process, 14 does
-so after half a second, 7 hangs it. While a file `broken` stands in the scratch directory, everything ends it. What is
-published is noted in the file `published`; weights named `refused-N` are refused by engine N, `deadly-N` end it, and
-`deadly` every engine, and `unreceived-N` ends it when it is sent them, which others note in the file `received`. What
-other engines have running is noted in the file `elsewhere`.
+so after half a second, 7 hangs it. While a file `broken` stands in the scratch directory, everything ends it; while a
+file `unwritten` does, prompts are scored otherwise than drawn. What is published is noted in the file `published`;
+weights named `refused-N` are refused by engine N, `deadly-N` end it, and `deadly` every engine, and `unreceived-N` ends
+it when it is sent them, which others note in the file `received`. What other engines have running is noted in the file
+`elsewhere`.
 """
 
 import asyncio
@@ -32,8 +33,10 @@ async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
     if token == 7:
         time.sleep(1000)  # noqa: ASYNC251 - it is to hang
     tokens = np.array([token], np.int32)
+    distance = broken.with_name("unwritten").exists()
     return SampleResponse(
-        sequences=[SampledSequence(stop_reason="length", tokens=tokens, logprobs=np.zeros(1, np.float32))]
+        sequences=[SampledSequence(stop_reason="length", tokens=tokens, logprobs=np.zeros(1, np.float32))],
+        prompt_logprobs=np.full(len(chunk.tokens), -float(distance)) if task.scores.logprobs else None,  # type: ignore[union-attr]
     )
 
 

@@ -98,6 +98,14 @@ async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(
     assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == [0, 1, 0]
 
 
+async def test_an_engine_that_scores_otherwise_than_it_draws_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "unwritten").touch()
+    running = SamplerPool(sampler_config(tmp_path, tmp_path), launch_light)
+    with pytest.raises(BackendFailed, match="scores its first text 1 nats a token from how it drew it"):
+        await running.start()
+    await running.stop()
+
+
 async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more(sampler: SamplerPool) -> None:
     [child] = sampler.engines[0].supervisor.children
     await ask(sampler, 0)
