@@ -97,10 +97,11 @@ async def test_both_engines_are_used_and_all_samples_of_a_prompt_go_to_one(pool:
     async with asyncio.TaskGroup() as group:
         for one in prompts:
             group.create_task(sample(pool, request(one, {"max_tokens": 200, "stop": []}, num_samples=2), None))
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(20):
+            while (use := await pool.engine_use()) is None or use.sequences_running < 12:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         assert [len(engine.requests) for engine in pool.engines] == [3, 3]
-        use = await pool.engine_use()
-        assert use is not None and use.sequences_running == 12 and set(use.engines) == {0, 1}
+        assert use.sequences_running == 12 and set(use.engines) == {0, 1}
         assert [one.sequences_running for one in use.engines.values()] == [6, 6]
         of_engines = [engine.requests.copy() for engine in pool.engines]
         for one in prompts:
