@@ -15,13 +15,13 @@ from typing import TypeVar
 import numpy as np
 
 from api_schemas.inputs import EncodedTextChunk, ModelInput
-from api_schemas.sampling import SamplingParams
+from api_schemas.sampling import SampleRequest, SamplingParams
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import StartWorkers
 from backends.processes.rpc import Child, Command, OnPart, WeightsAbsent
 from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import BackendFailed, EngineUse, Loading, OnLoading, PromptScores, SamplingTask
+from backends.protocol import BackendFailed, EngineUse, Loading, OnLoading, SamplingTask
 from backends.sampler.commands import CountProgress, CountSequences, Receive, Sample, ShareRunning, Start, weights_of
 from backends.sampler.received import read_files
 
@@ -180,14 +180,9 @@ async def _check_kernels(child: Child) -> None:
 
 def _of_base(token_ids: np.ndarray, params: SamplingParams, *, is_scored: bool = False) -> SamplingTask:
     """Return a task of the base model and of no owner."""
-    return SamplingTask(
-        prompt=ModelInput(chunks=[EncodedTextChunk(tokens=token_ids)]),
-        params=params,
-        num_samples=1,
-        weights=None,
-        owner="",
-        scores=PromptScores(logprobs=is_scored),
-    )
+    prompt = ModelInput(chunks=[EncodedTextChunk(tokens=token_ids)])
+    request = SampleRequest(prompt=prompt, sampling_params=params, prompt_logprobs=is_scored)
+    return SamplingTask.from_request(request, weights=None, owner="")
 
 
 async def _send(child: Child, weights: Path) -> None:
