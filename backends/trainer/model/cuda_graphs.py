@@ -94,14 +94,12 @@ class Graphs:
         assert size is not None
         key = self._key(size, scales_TR)
         if key not in self._graphs:
-            torch.cuda.empty_cache()  # as capturing does
             try:
                 self._graphs[key] = _Graph(self._scorer, batch, key, self._pool)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise BackendFailed(f"its kernels cannot be captured ({error})") from error
-            torch.cuda.empty_cache()  # what warming up took is free again
             # What is reserved besides has grown too, by a model's first gradient.
             segments = torch.cuda.memory_snapshot(self._pool)
             self.memory_bytes = sum(one["total_size"] - one["allocated_size"] for one in segments)
