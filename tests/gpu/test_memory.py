@@ -227,10 +227,11 @@ def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path:
     data = cross_entropy([datum(prompt(words(400)), renderer)])
 
     def learned(name: str) -> dict[str, torch.Tensor]:
-        return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items()}
+        """Matrices that begin at zero."""
+        return {key: value.cpu() for key, value in lora_model(rank, name).tensors.items() if ".lora_B." in key}
 
     found = []
-    for limited in (False, False, True):
+    for limited in (False, True):
         for name in "ab":
             rank.create_model(name, LORA.model_copy(update={"rank": 256}))
         if limited:  # to one model in training, and the microbatch
@@ -247,13 +248,11 @@ def test_models_that_do_not_fit_together_take_turns_and_learn_the_same(tmp_path:
             for name in "ab":
                 rank.optim_step(name, SMOOTH)
         found.append({name: learned(name) for name in "ab"})
-    once, again, in_turns = found
     for name in "ab":
-        # The same run twice is as far apart: kernels add in any order, and rounding sends tokens to other experts.
-        by_chance, distance = (relative_distance(one[name].values(), once[name].values()) for one in (again, in_turns))
-        print(f"{name}: weights differ by {distance:.2g} of their norm, of the same run twice by {by_chance:.2g}")
-        assert by_chance < 2e-3  # a lost update would be ten times that
-        assert distance < 2 * by_chance
+        # The same run twice differs by about 0.02: sums are in any order, and rounding sends tokens to other experts.
+        distance = relative_distance(found[1][name].values(), found[0][name].values())
+        print(f"{name}: {distance:.2g} of what was learned differs")
+        assert distance < 0.05  # a lost gradient: about a half; lost moments: a quarter
 
 
 async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
