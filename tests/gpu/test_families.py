@@ -191,10 +191,7 @@ async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) 
             forward_backward(rank, name, cross_entropy([drawn_datum(word, sequence)]), False)
         ).loss_fn_outputs
         differences.append(np.abs(sequence.logprobs - row["logprobs"]))
-    of_drawn = np.concatenate(differences)
-    print(f"{kind}: mean {of_drawn.mean():.4f}, max {of_drawn.max():.4f} nats over {len(of_drawn)} drawn tokens")
-    assert of_drawn.mean() < MEAN
-    assert np.quantile(of_drawn, 0.95) < LARGEST
+    assert_close(f"{kind}, drawn", differences)
     differences = []
     for (name, item), answer in zip(asked, answers, strict=True):
         (row,) = present(forward_backward(rank, name, cross_entropy([item]), False)).loss_fn_outputs
@@ -203,8 +200,13 @@ async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) 
         for span in renderer.render(item.model_input, "prompt").spans:
             is_text[span.offset : span.offset + span.num_tokens] = False
         differences.append(np.abs(np.array(present(answer.prompt_logprobs)[1:]) - row["logprobs"][:-1])[is_text[1:]])
+    assert_close(kind, differences)
+
+
+def assert_close(what: str, differences: list[np.ndarray]) -> None:
+    """Of trainer and sampler, in nats."""
     found = np.concatenate(differences)
-    print(f"{kind}: mean {found.mean():.4f}, max {found.max():.4f} nats over {len(found)} tokens")
+    print(f"{what}: mean {found.mean():.4f}, max {found.max():.4f} nats over {len(found)} tokens")
     assert found.mean() < MEAN
     assert np.quantile(found, 0.95) < LARGEST
 
