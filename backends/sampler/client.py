@@ -5,6 +5,7 @@ Imports no vLLM: the engine is in the child (`process.py`) and in further proces
 """
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from backends.protocol import BackendFailed, EngineUse, Loading, OnLoading, Samp
 from backends.sampler.commands import CountProgress, CountSequences, Receive, Sample, ShareRunning, Start, weights_of
 from backends.sampler.received import read_files
 
+log = logging.getLogger(__name__)
 R = TypeVar("R")
 Sending = dict[Path, asyncio.Task[None]]
 """Weights that travel to another machine now, by their directory here."""
@@ -171,11 +173,10 @@ async def _check_kernels(child: Child) -> None:
     answer = await child.call(Sample(_of_base(text, SamplingParams(max_tokens=1), is_scored=True)))
     assert answer.prompt_logprobs is not None
     difference = np.abs(answer.prompt_logprobs[1:] - drawn.logprobs).mean()
+    found = f"the engine scores its first text {difference:.2g} nats a token from how it drew it"
     if not difference < _CLOSE + _CLOSE_PART * np.abs(drawn.logprobs).mean():
-        raise BackendFailed(
-            f"the engine scores its first text {difference:.2g} nats a token from how it drew it: its kernels are wrong"
-            " for this model"
-        )
+        raise BackendFailed(f"{found}: its kernels are wrong for this model")
+    log.info("%s: %s", child.name, found)
 
 
 def _of_base(token_ids: np.ndarray, params: SamplingParams, *, is_scored: bool = False) -> SamplingTask:
