@@ -17,6 +17,7 @@ import numpy as np
 
 from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleRequest, SamplingParams
+from backends.formats.load_check import largest_of_rounding
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import StartWorkers
@@ -33,13 +34,9 @@ Sending = dict[Path, asyncio.Task[None]]
 
 _ENGINE_USE_S = 0.5
 """Longest wait for an engine's counts: an answer that is not there at once is not worth waiting for."""
-_FIRST_TOKENS = 8
-"""Tokens that an engine draws first, after the vocabulary's first. One that dies of this is no engine: no request is
-the culprit."""
-_CLOSE, _CLOSE_PART = 0.1, 0.02
-"""Bound of the mean difference between an engine's log probabilities of a text as it drew it and as it scores it: nats,
-and part of their mean magnitude. In bfloat16 on an H200, engines and trainers were seen to differ by 0.01; kernels that
-left their output unwritten by 0.25 to 2."""
+_FIRST_TOKENS = 14
+"""Tokens that an engine draws first, after the vocabulary's first; with that, and one after them, they fit into the
+smallest context window. One that dies of this is no engine: no request is the culprit."""
 
 
 @dataclass(eq=False)
@@ -161,10 +158,10 @@ class EngineClient:
         emit = partial(self.supervisor.on_loading, child.name)
         await child.call(Start(self._spec), on_part=emit)
         emit(Loading("draws and scores a first text"))
-        await _check_kernels(child)
+        await _check_kernels(child, self._spec.dtype)
 
 
-async def _check_kernels(child: Child) -> None:
+async def _check_kernels(child: Child, dtype: str) -> None:
     """Raise BackendFailed unless an engine scores a text as it drew it: prompts and single tokens have kernels of their
     own, and on CUDA graphs of their own."""
     params = SamplingParams(max_tokens=_FIRST_TOKENS, seed=0, stop=[])
@@ -174,7 +171,7 @@ async def _check_kernels(child: Child) -> None:
     assert answer.prompt_logprobs is not None
     difference = np.abs(answer.prompt_logprobs[1:] - drawn.logprobs).mean()
     found = f"the engine scores its first text {difference:.2g} nats a token from how it drew it"
-    if not difference < _CLOSE + _CLOSE_PART * np.abs(drawn.logprobs).mean():
+    if not difference <= largest_of_rounding(drawn.logprobs, dtype):
         raise BackendFailed(f"{found}: its kernels are wrong for this model")
     log.info("%s: %s", child.name, found)
 
