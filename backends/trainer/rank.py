@@ -149,7 +149,7 @@ class TrainerRank:
         """Have a model on the device, if possible with room for its microbatch of so many tokens. Return the tokens of
         the largest one that fits. All ranks fail, or none. Raises BackendFailed if none fits."""
         ways = self._ways_to_room(model)
-        while (fitting := self._count_fitting(model)) < num_tokens and ways:
+        while (fitting := self._reserve_and_count(model)) < num_tokens and ways:
             ways.pop(0)()
         if fitting == 0:
             raise BackendFailed("the GPU's memory is full, and the main memory has no room for the models that wait")
@@ -159,9 +159,10 @@ class TrainerRank:
             self._offloaded.remove(model)
         return fitting
 
-    def _count_fitting(self, model: TrainedModel, *, alone: bool = False) -> int:
-        """Return the tokens of the largest microbatch of a model with a gradient that fits into every rank's memory: as
-        it is now, or with `alone` if all other models are offloaded and graphs released."""
+    def _reserve_and_count(self, model: TrainedModel, *, alone: bool = False) -> int:
+        """Reserve memory for what models will still take, and return the tokens of the largest microbatch of a model
+        with a gradient that then fits into every rank's memory: as it is now, or with `alone` if all other models are
+        offloaded and graphs released."""
         memory = self.base.memory
         if memory is None:
             return _UNLIMITED
@@ -224,9 +225,9 @@ class TrainerRank:
                 if one.number in errors:
                     raise errors[one.number]
                 asked, loss_input = inputs[one.number]
-                fitting = self._count_fitting(model) if one.backward else _UNLIMITED
+                fitting = self._reserve_and_count(model) if one.backward else _UNLIMITED
                 if fitting < max(lengths(loss_input), default=0):
-                    fitting = self._count_fitting(model, alone=True)
+                    fitting = self._reserve_and_count(model, alone=True)
                 plan = plan_batch(loss_input, self._world.num_microbatches, self._max_tokens, fitting)
                 self._requests[one.number] = BatchRequest(one, model, loss_input, plan)
                 if asked != loss_input.loss_fn:

@@ -273,7 +273,7 @@ def test_memory_is_reserved_for_models_in_training_alone(source: Path) -> None:
     def reserved(name: str) -> int:
         memory = SimpleNamespace(models_bytes=0, graphs_bytes=0, fitting_tokens=lambda freed_bytes: 1)
         rank.base.memory = cast(Memory, memory)
-        rank._count_fitting(models[name])
+        rank._reserve_and_count(models[name])
         rank.base.memory = None
         return int(memory.models_bytes)
 

@@ -208,7 +208,7 @@ def test_graphs_hold_less_than_a_gradient_and_give_way_to_the_longest_text(tmp_p
     # As if others had taken all but what the longest text needs, which then leaves too little for a graph.
     costs = memory._costs
     needed = costs.constant + longest * costs.least_per_token
-    rank._count_fitting(rank.models["m"])  # counts what the model will still take, its gradient no longer
+    rank._reserve_and_count(rank.models["m"])  # its gradient no longer
     memory._limit_bytes -= int((memory._free_bytes + held - min(held, needed) / 2 - needed) / (1 - MARGIN))
     assert memory.fitting_tokens() < longest
     torch.cuda.empty_cache()
