@@ -174,23 +174,24 @@ async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) 
                 for name, item in asked
             )
         )
-        # Alone in their steps: attention has another layout where each request has one token.
-        first_words = [(name, prompt(words(1, seed))) for name in weights for seed in range(4)]
+        # Alone in their steps: attention has another layout where each request has one token. Many of them, since
+        # rounding sends one token in fifty of Nemotron-3 to another expert, which moves it by up to a nat.
+        first_words = [prompt(words(1, seed)) for seed in range(24)]
+        ask = {"max_tokens": 12, "stop": []}
         drawn = await asyncio.gather(
-            *(
-                sample(running, request(word, {"max_tokens": 6, "stop": []}), weights[name])
-                for name, word in first_words
-            )
+            *(sample(running, request(word, ask), directory) for directory in weights.values() for word in first_words)
         )
     finally:
         await running.stop()
     differences = []
-    for (name, word), answer in zip(first_words, drawn, strict=True):
-        (sequence,) = answer.sequences
-        (row,) = present(
-            forward_backward(rank, name, cross_entropy([drawn_datum(word, sequence)]), False)
-        ).loss_fn_outputs
-        differences.append(np.abs(sequence.logprobs - row["logprobs"]))
+    for number, name in enumerate(weights):
+        of_name = drawn[number * len(first_words) :][: len(first_words)]
+        texts = [drawn_datum(word, answer.sequences[0]) for word, answer in zip(first_words, of_name, strict=True)]
+        rows = present(forward_backward(rank, name, cross_entropy(texts), False)).loss_fn_outputs
+        differences += [
+            np.abs(answer.sequences[0].logprobs - row["logprobs"][-12:])
+            for answer, row in zip(of_name, rows, strict=True)
+        ]
     assert_close(f"{kind}, drawn", differences)
     differences = []
     for (name, item), answer in zip(asked, answers, strict=True):
