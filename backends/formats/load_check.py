@@ -82,18 +82,20 @@ class LoadCheck:
 
 
 def _check_same(what: str, expected: np.ndarray, logprobs: np.ndarray, dtype: str) -> None:
-    difference = np.abs(logprobs - expected).mean()
-    if not difference <= largest_of_rounding(expected, dtype):
+    difference, is_rounding = compare(logprobs, expected, dtype)
+    if not is_rounding:
         raise BackendFailed(
             f"the sampler's log probabilities of {what} are not the trainer's: with these weights they differ by"
             f" {difference:.3g} nats on average; the weights are not used"
         )
 
 
-def largest_of_rounding(logprobs: np.ndarray, dtype: str) -> float:
-    """Return the largest mean difference from log probabilities that rounding in `dtype` explains, in nats."""
+def compare(logprobs: np.ndarray, expected: np.ndarray, dtype: str) -> tuple[float, bool]:
+    """Return the mean difference of log probabilities in nats, and whether rounding in `dtype` explains it, which it
+    never does for NaN."""
     absolute, relative = _TOLERANCE[dtype]
-    return float(absolute + relative * np.abs(logprobs).mean())
+    difference = float(np.abs(logprobs - expected).mean())
+    return difference, difference <= absolute + relative * float(np.abs(expected).mean())
 
 
 def load_check_tokens(vocab_size: int, placeholders: Collection[int]) -> np.ndarray:

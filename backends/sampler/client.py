@@ -17,7 +17,7 @@ import numpy as np
 
 from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleRequest, SamplingParams
-from backends.formats.load_check import largest_of_rounding
+from backends.formats.load_check import compare
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import StartWorkers
@@ -167,13 +167,14 @@ async def _check_kernels(child: Child, spec: ModelSpec) -> None:
     own, and on CUDA graphs of their own."""
     num_tokens = min(_FIRST_TOKENS, spec.max_context_length - 2)  # with the one before, and the one that scoring draws
     params = SamplingParams(max_tokens=num_tokens, seed=0, stop=[])
-    (drawn,) = (await child.call(Sample(_of_base(np.zeros(1, np.int64), params)))).sequences
-    text = np.concatenate([[0], drawn.tokens])
+    first = np.zeros(1, np.int64)
+    (drawn,) = (await child.call(Sample(_of_base(first, params)))).sequences
+    text = np.concatenate([first, drawn.tokens])
     answer = await child.call(Sample(_of_base(text, SamplingParams(max_tokens=1), is_scored=True)))
     assert answer.prompt_logprobs is not None
-    difference = np.abs(answer.prompt_logprobs[1:] - drawn.logprobs).mean()
+    difference, is_rounding = compare(answer.prompt_logprobs[1:], drawn.logprobs, spec.dtype)
     found = f"the engine scores its first text {difference:.2g} nats a token from how it drew it"
-    if not difference <= largest_of_rounding(drawn.logprobs, spec.dtype):
+    if not is_rounding:
         raise BackendFailed(f"{found}: its kernels are wrong for this model")
     log.info("%s: %s", child.name, found)
 
