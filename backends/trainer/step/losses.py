@@ -81,7 +81,7 @@ def gspo(  # noqa: PLR0913
     """Group sequence policy optimisation, token form (Zheng et al. 2025, eq. 13, arXiv:2507.18071).
 
     The ratio of a datum is the geometric mean over its positions with mask != 0; each token carries its
-    gradient through its own log probability.
+    gradient through its own log probability. A datum without such a position has no ratio, and contributes 0.
 
     mask_T   [T] float32: sequence_ratio_mask
     datum_T  [T] int64: which datum a position belongs to, 0 .. num_datums - 1
@@ -89,18 +89,23 @@ def gspo(  # noqa: PLR0913
     sequence_T = _sequence_ratio(logprobs_T.detach(), old_logprobs_T, mask_T, datum_T, num_datums)
     ratio_T = sequence_T * (logprobs_T - logprobs_T.detach()).exp()
     clipped_T = ratio_T.clamp(low_T, high_T)
-    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
+    value_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+    return -torch.where(_num_inside(mask_T, datum_T, num_datums) > 0, value_T, 0.0).sum()
+
+
+def _num_inside(mask_T: Tensor, datum_T: Tensor, num_datums: int) -> Tensor:
+    """Return [T] how many positions with mask != 0 the datum of each position has."""
+    return mask_T.new_zeros(num_datums).index_add(0, datum_T, (mask_T != 0).float())[datum_T]
 
 
 def _sequence_ratio(
     logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor, datum_T: Tensor, num_datums: int
 ) -> Tensor:
     """Return the ratio of each position's datum [T]."""
-    inside_T = (mask_T != 0).float()
     log_ratio_T = torch.where(mask_T != 0, logprobs_T - old_logprobs_T, 0.0)
     total_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, log_ratio_T)
-    count_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, inside_T)
-    return (total_B / count_B.clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()[datum_T]
+    mean_T = total_B[datum_T] / _num_inside(mask_T, datum_T, num_datums).clamp(min=1)
+    return mean_T.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,8 @@ class Loss:
     """True if the gradient of a token depends on no other token's log probability."""
     ratio: Callable[[LossInputs], Tensor] | None = None
     """[T] ratio of the current policy's probability to the sampling policy's, as the loss clips it."""
+    trains: Callable[[LossInputs], Tensor] = lambda x: x.tensors["advantages"] != 0
+    """[T] or [T, K] bool: what the loss trains, apart from a penalty."""
 
 
 _RL = ("logprobs", "advantages")
@@ -146,13 +153,21 @@ def _token_ratio(x: LossInputs) -> Tensor:
     return _ratio(*_rl(x))
 
 
+def _trains_a_sequence(x: LossInputs) -> Tensor:
+    num_inside_T = _num_inside(x.tensors["sequence_ratio_mask"], x.datum_T, x.num_datums)
+    return (x.tensors["advantages"] != 0) & (num_inside_T > 0)
+
+
 def _clip(low: float, high: float) -> dict[str, float]:
     return {CLIP_LOW: low, CLIP_HIGH: high}
 
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(
-        lambda x: cross_entropy(x.logprobs_TK, x.tensors["weights"]), optional={"weights": 1.0}, soft_targets=True
+        lambda x: cross_entropy(x.logprobs_TK, x.tensors["weights"]),
+        optional={"weights": 1.0},
+        soft_targets=True,
+        trains=lambda x: x.tensors["weights"] != 0,
     ),
     "importance_sampling": Loss(lambda x: importance_sampling(*_rl(x)), _RL, ratio=_token_ratio),
     "ppo": Loss(lambda x: ppo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.8, 1.2), ratio=_token_ratio),
@@ -167,6 +182,7 @@ LOSSES: dict[str, Loss] = {
         ratio=lambda x: _sequence_ratio(
             x.logprobs_TK[:, 0], x.tensors["logprobs"], x.tensors["sequence_ratio_mask"], x.datum_T, x.num_datums
         ),
+        trains=_trains_a_sequence,
     ),
 }
 
@@ -177,8 +193,7 @@ _NUM_VALUES = len(_SUMS) + 1
 
 def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
     """Return [9] float32: sums over the positions that train, and the largest gap; `metrics` combines microbatches."""
-    weights = x.tensors["advantages" if loss.ratio is not None else "weights"]
-    trains_T = weights != 0
+    trains_T = loss.trains(x)
     observed = torch.zeros(_NUM_VALUES, device=value.device)
     observed[0], observed[1] = value.detach(), trains_T.sum()
     if loss.ratio is None:
@@ -188,10 +203,11 @@ def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
     # k1 and k3 estimate KL(sampling policy, current one): J. Schulman, "Approximating KL divergence", 2020.
     k3_T = gap_T.exp() - 1 - gap_T
     ratio_T = loss.ratio(x).detach() * trains_T
+    advantages_T = x.tensors["advantages"] * trains_T
     clipped_T = torch.zeros_like(trains_T)
     if CLIP_LOW in x.tensors:
         clipped_T = trains_T & ((ratio_T < x.tensors[CLIP_LOW]) | (ratio_T > x.tensors[CLIP_HIGH]))
-    for index, values_T in enumerate((gap_T.abs(), -gap_T, k3_T, ratio_T, clipped_T, weights), start=2):
+    for index, values_T in enumerate((gap_T.abs(), -gap_T, k3_T, ratio_T, clipped_T, advantages_T), start=2):
         observed[index] = values_T.sum()
     observed[-1] = gap_T.abs().max()
     return observed

@@ -58,6 +58,14 @@ def test_gspo_clips_and_reports_the_ratio_of_the_sequence() -> None:
     assert got["clip_fraction:mean"] == pytest.approx(2 / 3)
 
 
+def test_a_sequence_outside_of_the_mask_of_gspo_counts_in_no_metric() -> None:
+    bounds = {"clip_low_threshold": [0.9] * 4, "clip_high_threshold": [1.1] * 4}
+    got = measured("gspo", inputs("gspo", sequence_ratio_mask=[1.0, 1.0, 0.0, 0.0], **bounds))
+    assert got["tokens:sum"] == 2 and got["advantage:mean"] == pytest.approx(np.mean(ADVANTAGES[:2]))
+    assert got["ratio:mean"] == pytest.approx(np.exp((0.2 - 1.0) / 2))
+    assert got["sampler_gap:max"] == 1.0
+
+
 def test_microbatches_of_a_request_add_up_and_the_largest_gap_is_of_all() -> None:
     one = inputs("importance_sampling")
     twice = measured("importance_sampling", one, one)

@@ -1,5 +1,7 @@
 """The losses against a reference vector that was computed from their formulas."""
 
+import math
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,40 @@ def test_the_sequence_ratio_of_gspo_is_of_each_datum_alone():
     separate = sum(value(one, before, zero, 1) for one, before, zero in zip(alone, old, zeros, strict=True))
     together = value(torch.cat(alone), torch.cat(old), torch.tensor([0, 0, 1, 1, 1]), 2)
     torch.testing.assert_close(together, separate)
+
+
+def of_sequences(log_ratios: list[list[float]], advantages: list[list[float]], masks: list[list[float]]) -> float:
+    """-sum over sequences of sum_i min(s A_i, clip(s) A_i), s the geometric mean of the ratios inside the mask; a sum
+    over the sequences that have one."""
+    total = 0.0
+    for own, of_tokens, mask in zip(log_ratios, advantages, masks, strict=True):
+        inside = [one for one, is_inside in zip(own, mask, strict=True) if is_inside]
+        if inside:
+            ratio = math.prod(math.exp(one) for one in inside) ** (1 / len(inside))
+            total -= sum(min(ratio * one, min(max(ratio, 0.8), 1.2) * one) for one in of_tokens)
+    return total
+
+
+@pytest.mark.parametrize("masks", [[[1, 0], [0, 0, 0]], [[0, 0], [0, 0, 0]], [[0, 0], [0, 1, 1]], [[1, 1], [1, 1, 1]]])
+def test_a_sequence_outside_of_its_mask_contributes_nothing_to_gspo(masks: list[list[float]]) -> None:
+    """Without a position to take the mean over, a sequence has no ratio, whatever its advantages are."""
+    log_ratios, advantages = [[0.1, -0.4], [0.3, -0.05, 0.2]], [[1.0, -2.0], [20.0, -30.0, 3.0]]
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.1]).requires_grad_()
+    old = logprobs.detach() - torch.tensor([*chain(*log_ratios)])
+    value = gspo(
+        logprobs,
+        old,
+        torch.tensor([*chain(*advantages)]),
+        torch.tensor([*chain(*masks)], dtype=torch.float32),
+        torch.tensor(0.8),
+        torch.tensor(1.2),
+        datum_T=torch.tensor([0, 0, 1, 1, 1]),
+        num_datums=2,
+    )
+    value.backward()
+    assert value.item() == pytest.approx(of_sequences(log_ratios, advantages, masks), rel=1e-5)
+    of_each = present(logprobs.grad).split([2, 3])
+    assert [bool(one.any()) for one in of_each] == [any(mask) for mask in masks]
 
 
 def plain(loss_fn: str, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
