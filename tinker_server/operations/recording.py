@@ -8,11 +8,19 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+from api_schemas import wire
 from api_schemas.base import Response
-from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest, OptimStepResponse
+from api_schemas.training import (
+    AdamParams,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+)
 from backends.lru import LRU
 from tinker_server.models.model import Model
 from tinker_server.observability.metrics import Metrics
+from tinker_server.offload import off_loop
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
 from tinker_server.store.steps import StepStore
@@ -82,6 +90,8 @@ class Recording:
         )
         if isinstance(response, ForwardBackwardOutput):
             step = _of_batch(blank, response)
+            if step.loss_tokens == 0 and await off_loop(operation.size_bytes, _has_advantages, operation):
+                step = replace(step, advantage=0.0)  # the trainer gives means only of positions that train
             if step.sampler_gap is not None:
                 self._metrics.sampler_gap.observe(step.sampler_gap)
         else:
@@ -110,6 +120,17 @@ def _of_batch(blank: Step, output: ForwardBackwardOutput) -> Step:
         clip_fraction=_finite(metrics, "clip_fraction:mean"),
         advantage=_finite(metrics, "advantage:mean"),
     )
+
+
+def _has_advantages(operation: Operation) -> bool:
+    """Return whether the loss of a forward_backward weighs positions by advantages."""
+    assert operation.body is not None, "the body has been read"
+    if operation.content_type == wire.PROTOBUF:
+        request = wire.decode_forward_backward(operation.body)
+    else:
+        request = ForwardBackwardRequest.model_validate_json(operation.body)
+    data = request.forward_backward_input.data
+    return any("advantages" in datum.loss_fn_inputs for datum in data)
 
 
 def _of_optim_step(blank: Step, request: OptimStepRequest, response: OptimStepResponse) -> Step:
