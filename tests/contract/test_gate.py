@@ -197,6 +197,14 @@ def test_a_head_that_dribbles_is_not_waited_for(server: Running, monkeypatch: py
     assert time.monotonic() - started < 3
 
 
+@pytest.mark.parametrize(("number", "answered"), [(1 + http.NUM_WAITING, True), (20_000, False)])
+def test_a_connection_holds_few_requests_that_wait(server: Running, number: int, answered: bool) -> None:
+    requests = [b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"] * (number - 1)
+    last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    received = sent(server, b"".join(requests) + last)
+    assert received.count(b"HTTP/1.1 200") == (number if answered else 0), received[:1000]
+
+
 def test_a_held_poll_and_an_idle_connection_outlast_the_time_for_a_head(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

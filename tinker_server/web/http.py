@@ -11,6 +11,9 @@ UNREAD_S = 60.0
 is ended."""
 HEAD_BYTES = 64 << 10
 NUM_HEADERS = 128
+NUM_WAITING = 8
+"""Requests that may wait on a connection for the answer to an earlier one. Common clients never send a second request
+before the first one's answer; each that waits costs memory before its key is known."""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -54,7 +57,16 @@ class BoundedHttp(HttpToolsProtocol):
         elif self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer 400. If earlier requests wait for their answers, end the connection: one would take it for its own."""
+        if self.pipeline:
+            self.transport.abort()
+        else:
+            super().send_400_response(msg)
+
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= NUM_WAITING:
+            raise ValueError("too many requests wait on this connection")  # the parser stops
         self._advanced = True
         self._head_bytes = self._num_headers = 0
         super().on_message_begin()
@@ -64,7 +76,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value)
         self._num_headers += 1
         if self._head_bytes > HEAD_BYTES or self._num_headers > NUM_HEADERS:
-            raise ValueError("the head is too large")  # the parser stops, and uvicorn answers 400
+            raise ValueError("the head is too large")  # the parser stops, and uvicorn calls send_400_response
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
