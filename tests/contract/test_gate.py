@@ -4,13 +4,14 @@ pytest tests/contract/test_gate.py
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,7 @@ from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
 from tinker_server.models import admission
 from tinker_server.routes import health
-from tinker_server.web import http
+from tinker_server.web import connections, http
 
 OPEN = ("/api/v1/healthz", "/api/v1/files/", "/api/v1/archives/", "/api/v1/traces/", "/api/v1/uploads/")
 KEY = "X-API-Key: tml-test"
@@ -203,6 +204,65 @@ def test_a_connection_holds_few_requests_that_wait(server: Running, number: int,
     last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     received = sent(server, b"".join(requests) + last)
     assert received.count(b"HTTP/1.1 200") == (number if answered else 0), received[:1000]
+
+
+def opened(server: Running, address: str = "127.0.0.1") -> socket.socket:
+    """A connection from an address of this machine, once the server has it."""
+    port = int(server.url.rpartition(":")[2])
+    connection = socket.create_connection(("127.0.0.1", port), timeout=3, source_address=(address, 0))
+    connection.setblocking(False)
+    return connection
+
+
+def received(connection: socket.socket) -> bytes:
+    """What has come so far."""
+    try:
+        return connection.recv(65536)
+    except BlockingIOError:
+        return b""
+
+
+def num_open(sockets: list[socket.socket]) -> int:
+    """How many of these the server has not ended."""
+    number = 0
+    for one in sockets:
+        try:
+            number += one.recv(1) != b""
+        except BlockingIOError:
+            number += 1
+        except ConnectionError:
+            pass
+    return number
+
+
+def test_a_crowd_of_connections_ends_its_own_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 8
+    monkeypatch.setattr(connections, "MOST_STRANGERS", most)
+    server = Running(tmp_path)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        other = stack.enter_context(opened(server, "127.0.0.2"))
+        known = stack.enter_context(opened(server))
+        known.sendall(f"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: localhost\r\n{KEY}\r\n\r\n".encode())
+        assert waits_until(lambda: received(known).startswith(b"HTTP/1.1 200"))
+        crowd = [stack.enter_context(opened(server)) for _ in range(50)]
+        # A connection that the server has not accepted yet is not ended yet.
+        assert waits_until(lambda: num_open(crowd) == most - 1)
+        assert num_open([other, known]) == 2 and num_open(crowd[-3:]) == 3, "the oldest of the crowd had to go"
+        head = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        other.setblocking(True)
+        other.sendall(head)
+        assert other.recv(100).startswith(b"HTTP/1.1 200")
+        assert server.http.get("/healthz").status_code == 200
+
+
+def waits_until(holds: Callable[[], bool], limit_s: float = 5) -> bool:
+    until_s = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def test_a_held_poll_and_an_idle_connection_outlast_the_time_for_a_head(

@@ -34,6 +34,7 @@ from tinker_server.errors import (
 from tinker_server.observability.metrics import Metrics
 from tinker_server.web import vendors
 from tinker_server.web.handlers import RETRY_AFTER_S, answer
+from tinker_server.web.http import BELONGS_TO
 from tinker_server.web.ledger import BYTES_PER_S, STALL_S, Ledger
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -160,7 +161,10 @@ class Gate:
                 signed_in = self._signed_in(scope, headers) if vendor is not None and sent is None else None
                 key = signed_in or known(sent, keys, tokens)
                 require_scope(key, scope["path"], is_chat=vendor is not None)
-                scope.setdefault("state", {}).update(key=key, owner=key.name)
+                state = scope.setdefault("state", {})
+                state.update(key=key, owner=key.name)
+                if BELONGS_TO in state:
+                    state[BELONGS_TO](key.name)
         except TinkerServerError as error:
             extra = INVALID_TOKEN if isinstance(error, InvalidToken) else None
             await answer(scope["path"], error.status, error, str(error), extra)(scope, receive, send)

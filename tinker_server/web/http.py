@@ -1,8 +1,11 @@
 """uvicorn's HTTP/1.1 with bounds on what a client may send before its key is known, and on how long it may not read."""
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tinker_server.web.connections import Accounts, Connections, account_of
 
 HEAD_S = 20.0
 """Seconds for a request's head to be complete, and for a connection to send anything at all."""
@@ -11,6 +14,8 @@ UNREAD_S = 60.0
 is ended."""
 HEAD_BYTES = 64 << 10
 NUM_HEADERS = 128
+BELONGS_TO = "connection_belongs_to"
+"""Key in a request's `state` of the function that takes the owner of its key."""
 NUM_WAITING = 8
 """Requests that may wait on a connection for the answer to an earlier one. Common clients never send a second request
 before the first one's answer; each that waits costs memory before its key is known."""
@@ -19,8 +24,14 @@ before the first one's answer; each that waits costs memory before its key is kn
 class BoundedHttp(HttpToolsProtocol):
     """One connection. The parser keeps an incomplete line, so the bytes that complete nothing are counted."""
 
+    def __init__(self, *, connections: Connections, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._connections = connections
+        self._counted: tuple[Accounts, str] | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's does
         super().connection_made(transport)
+        self._count(self._connections.strangers, account_of(self.client[0] if self.client else ""))
         self._head_bytes = self._num_headers = self._idle_bytes = 0
         self._advanced = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -30,6 +41,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_complete()
         self._was_read()
+        self._count(None, "")
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -39,6 +51,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         self._was_read()
+        self._note_activity()
         super().resume_writing()
 
     def _was_read(self) -> None:
@@ -46,7 +59,31 @@ class BoundedHttp(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
+    def belongs_to(self, owner: str) -> None:
+        """Count the connection for the owner whose key has come on it."""
+        self._count(self._connections.owners, owner)
+
+    def end(self) -> None:
+        """End the connection at once."""
+        self._counted = None
+        self.transport.abort()
+
+    def _count(self, accounts: Accounts | None, account: str) -> None:
+        if self._counted == (accounts, account):
+            return
+        if self._counted is not None:
+            self._counted[0].remove(self._counted[1], self)
+        self._counted = None if accounts is None else (accounts, account)
+        if accounts is not None:
+            accounts.add(account, self)
+            self._connections.make_room()
+
+    def _note_activity(self) -> None:
+        if self._counted is not None:
+            self._counted[0].note_activity(self._counted[1], self)
+
     def data_received(self, data: bytes) -> None:
+        self._note_activity()
         self._advanced = False
         super().data_received(data)
         if self.transport.is_closing():
@@ -70,6 +107,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._advanced = True
         self._head_bytes = self._num_headers = 0
         super().on_message_begin()
+        self.scope["state"][BELONGS_TO] = self.belongs_to
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -1,12 +1,14 @@
 """uvicorn, changed to drain before it stops, and to leave signals to its caller."""
 
 import contextlib
+import functools
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
+from tinker_server.web.connections import Connections
 from tinker_server.web.http import BoundedHttp
 
 KEEP_ALIVE_S = 75
@@ -24,7 +26,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=BoundedHttp,
+                http=functools.partial(BoundedHttp, connections=Connections()),  # type: ignore[arg-type]  # calls it
                 ws="none",
                 lifespan="off",
                 log_config=None,
