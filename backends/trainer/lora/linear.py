@@ -9,13 +9,13 @@ T tokens of a microbatch, I inputs and O outputs of a linear, R summed ranks of 
 linears
 """
 
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from backends.kernels.autograd import Context
+from backends.kernels.autograd import Context, needs_operator
 from backends.trainer.lora.packed_fp8 import unpacked
 
 ALPHA = 32
@@ -97,10 +97,24 @@ def scaled(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
     return product_TN.mul_(scales_TN).masked_fill_(scales_TN == 0, 0)
 
 
-# Custom operators: torch.compile does not trace them. It would copy y before adding to it, round the adapters'
-# gradients to the compute type, and recompile for every R.
-@torch.library.custom_op("tinker_server::lora_linears", mutates_args=())
 def lora_linears(  # noqa: PLR0913
+    x: Tensor,
+    weights_OI: Sequence[Tensor],
+    as_RI: Sequence[Tensor],
+    bs_RO: Sequence[Tensor],
+    grad_as_RI: Sequence[Tensor],
+    grad_bs_RO: Sequence[Tensor],
+    scales_TR: Tensor,
+) -> list[Tensor]:
+    """Return y [..., O] of each linear, of the same x [..., I]; last the scaled inner products [T, N] for backward,
+    which adds to `grad_as_RI` and `grad_bs_RO`."""
+    inputs = (x, weights_OI, as_RI, bs_RO, grad_as_RI, grad_bs_RO, scales_TR)
+    if needs_operator(x):
+        return cast(list[Tensor], _linears_operator(*inputs))
+    return list(_EagerLinears.apply(*inputs))  # type: ignore[no-untyped-call]
+
+
+def _linears(  # noqa: PLR0913
     x: Tensor,
     weights_OI: Sequence[Tensor],
     as_RI: Sequence[Tensor],
@@ -109,11 +123,8 @@ def lora_linears(  # noqa: PLR0913
     grad_bs_RO: Sequence[Tensor],  # noqa: ARG001
     scales_TR: Tensor,
 ) -> list[Tensor]:
-    """Return y [..., O] of each linear, of the same x [..., I]; last the scaled inner products [T, N] for backward,
-    which adds to `grad_as_RI` and `grad_bs_RO`.
-
-    The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
-    """
+    """The large product is added to the small one, not the other way round: y is then read once less, and rounded
+    once."""
     x_TI = x.flatten(0, -2)
     inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR)
     ys = [
@@ -123,8 +134,6 @@ def lora_linears(  # noqa: PLR0913
     return [*ys, inner_TN]
 
 
-# Two operators: what a layer recomputes for its adapters' gradients alone is then computed with what follows.
-@torch.library.custom_op("tinker_server::lora_linears_backward", mutates_args=())
 def lora_linears_backward(
     grad_ys: Sequence[Tensor],
     weights_OI: Sequence[Tensor],
@@ -133,6 +142,17 @@ def lora_linears_backward(
     scales_TR: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [..., I] and of the inner products [T, N], scaled."""
+    compute = _backward_operator if needs_operator(grad_ys[0]) else _linears_backward
+    return compute(grad_ys, weights_OI, as_RI, bs_RO, scales_TR)
+
+
+def _linears_backward(
+    grad_ys: Sequence[Tensor],
+    weights_OI: Sequence[Tensor],
+    as_RI: Sequence[Tensor],
+    bs_RO: Sequence[Tensor],
+    scales_TR: Tensor,
+) -> tuple[Tensor, Tensor]:
     grads_TO = [grad_y.flatten(0, -2) for grad_y in grad_ys]
     grad_inner_TN = grads_TO[0].new_empty(grads_TO[0].shape[0], sum(b_RO.shape[0] for b_RO in bs_RO))
     for grad_TO, b_RO, grad_inner_TR in zip(grads_TO, bs_RO, _parts(grad_inner_TN, len(bs_RO)), strict=True):
@@ -144,7 +164,6 @@ def lora_linears_backward(
     return grad_x_TI.view(*grad_ys[0].shape[:-1], grad_x_TI.shape[1]), grad_inner_TN
 
 
-@torch.library.custom_op("tinker_server::add_lora_gradients", mutates_args=("grad_as_RI", "grad_bs_RO"))
 def add_lora_gradients(  # noqa: PLR0913
     grad_ys: Sequence[Tensor],
     x: Tensor,
@@ -154,6 +173,18 @@ def add_lora_gradients(  # noqa: PLR0913
     grad_bs_RO: Sequence[Tensor],
 ) -> None:
     """Accumulate the gradients of A and B."""
+    compute = _gradients_operator if needs_operator(x) else _add_gradients
+    compute(grad_ys, x, inner_TN, grad_inner_TN, grad_as_RI, grad_bs_RO)
+
+
+def _add_gradients(  # noqa: PLR0913
+    grad_ys: Sequence[Tensor],
+    x: Tensor,
+    inner_TN: Tensor,
+    grad_inner_TN: Tensor,
+    grad_as_RI: Sequence[Tensor],
+    grad_bs_RO: Sequence[Tensor],
+) -> None:
     for grad_b_RO, inner_TR, grad_y in zip(grad_bs_RO, _parts(inner_TN, len(grad_bs_RO)), grad_ys, strict=True):
         add_product(grad_b_RO, inner_TR, grad_y.flatten(0, -2))
     x_TI = x.flatten(0, -2)
@@ -163,6 +194,16 @@ def add_lora_gradients(  # noqa: PLR0913
         grad_a_NI = grad_as_RI[0].new_zeros(grad_inner_TN.shape[1], x_TI.shape[1])
         add_product(grad_a_NI, grad_inner_TN, x_TI)
         torch._foreach_add_(list(grad_as_RI), list(grad_a_NI.split(grad_as_RI[0].shape[0])))
+
+
+# Custom operators: torch.compile does not trace them. It would copy y before adding to it, round the adapters'
+# gradients to the compute type, and recompile for every R. Two operators in backward: what a layer recomputes for its
+# adapters' gradients alone is then computed with what follows.
+_linears_operator = torch.library.custom_op("tinker_server::lora_linears", _linears, mutates_args=())
+_backward_operator = torch.library.custom_op("tinker_server::lora_linears_backward", _linears_backward, mutates_args=())
+_gradients_operator = torch.library.custom_op(
+    "tinker_server::add_lora_gradients", _add_gradients, mutates_args=("grad_as_RI", "grad_bs_RO")
+)
 
 
 def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
@@ -195,24 +236,51 @@ class _LinearsContext(Context, Protocol):
     num_linears: int
 
 
-def _save(ctx: _LinearsContext, inputs: tuple[Tensor, *tuple[list[Tensor], ...], Tensor], output: list[Tensor]) -> None:
+def _save(
+    ctx: _LinearsContext, inputs: tuple[Tensor, *tuple[list[Tensor], ...], Tensor], output: Sequence[Tensor]
+) -> None:
     x, *lists, scales_TR = inputs
     ctx.num_linears = len(lists[0])
     ctx.save_for_backward(x, output[-1], scales_TR, *(tensor for tensors in lists for tensor in tensors))
 
 
-def _backward(ctx: _LinearsContext, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
+def _x_gradient(
+    ctx: _LinearsContext,
+    grads: Sequence[Tensor],
+    backward: Callable[..., tuple[Tensor, Tensor]],
+    add_gradients: Callable[..., None],
+) -> Tensor:
+    """Return the gradient of x, and accumulate those of A and B."""
     x, inner_TN, scales_TR, *tensors = ctx.saved_tensors
     count = ctx.num_linears
     weights, as_RI, bs_RO, grad_as, grad_bs = (tensors[i * count : (i + 1) * count] for i in range(5))
     grad_ys = grads[:count]
-    grad_x, grad_inner_TN = lora_linears_backward(grad_ys, weights, as_RI, bs_RO, scales_TR)
-    add_lora_gradients(grad_ys, x, inner_TN, grad_inner_TN, grad_as, grad_bs)
-    return grad_x, *([None] * count for _ in range(5)), None
+    grad_x, grad_inner_TN = backward(grad_ys, weights, as_RI, bs_RO, scales_TR)
+    add_gradients(grad_ys, x, inner_TN, grad_inner_TN, grad_as, grad_bs)
+    return grad_x
+
+
+def _backward(ctx: _LinearsContext, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
+    grad_x = _x_gradient(ctx, grads, _backward_operator, _gradients_operator)
+    return grad_x, *([None] * ctx.num_linears for _ in range(5)), None
+
+
+class _EagerLinears(torch.autograd.Function):
+    """`lora_linears` without an operator."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(_linears(*inputs))
+
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _x_gradient(ctx, grads, _linears_backward, _add_gradients), *(None,) * 6
 
 
 # shape[0] and never len(), which would fix the number of tokens in compiled code.
-@lora_linears.register_fake
+@_linears_operator.register_fake
 def _(
     x: Tensor,
     weights_OI: Sequence[Tensor],  # noqa: ARG001
@@ -224,7 +292,7 @@ def _(
     return [*(x.new_empty(*x.shape[:-1], b_RO.shape[1]) for b_RO in bs_RO), x.new_empty(inner)]
 
 
-@lora_linears_backward.register_fake
+@_backward_operator.register_fake
 def _(
     grad_ys: Sequence[Tensor],
     weights_OI: Sequence[Tensor],  # noqa: ARG001
@@ -236,4 +304,4 @@ def _(
     return grad_y.new_empty(*grad_y.shape[:-1], as_RI[0].shape[1]), grad_y.new_empty(inner)
 
 
-lora_linears.register_autograd(_backward, setup_context=_save)
+_linears_operator.register_autograd(_backward, setup_context=_save)
