@@ -19,12 +19,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import httpx
-from sqlalchemy import insert
+from sqlalchemy import URL, insert
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from api_schemas.training import Trainable
 from tests.fake_server import Running
+from tinker_server.settings import Settings
 from tinker_server.store.database import Database
 from tinker_server.store.steps import STEPS
 from tinker_server.store.tables import SessionRow, TrainingRunRow
@@ -42,18 +43,18 @@ def main() -> None:
     parser.add_argument("--database-url", default="", help="of an empty database (SQLite in a scratch folder)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        url = arguments.database_url or f"sqlite+aiosqlite:///{folder}/tinker-server.db"
+        url = Settings(data_dir=Path(folder), database_url=arguments.database_url).resolved_database_url()
         began = time.perf_counter()
         asyncio.run(fill(url, arguments.runs, arguments.steps))
         print(f"{arguments.runs} runs, {arguments.steps} steps, filled in {time.perf_counter() - began:.0f} s")
-        server = Running(Path(folder), database_url=url)
+        server = Running(Path(folder), database_url=arguments.database_url)
         try:
             measure(server)
         finally:
             server.stop()
 
 
-async def fill(url: str, num_runs: int, num_steps: int) -> None:
+async def fill(url: str | URL, num_runs: int, num_steps: int) -> None:
     """Write one session, its runs, and their steps."""
     db = Database(url, synchronous="normal")
     await db.migrate()

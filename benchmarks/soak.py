@@ -108,7 +108,8 @@ def of_disk(data_dir: Path) -> Values:
 
 def of_database(data_dir: Path) -> Values:
     """Return the rows of each table and of results that can be fetched, and the MiB that expired operations have."""
-    with closing(sqlite3.connect(f"file:{data_dir / 'tinker-server.db'}?mode=ro", uri=True, timeout=30)) as database:
+    file = (data_dir / "tinker-server.db").absolute().as_uri()
+    with closing(sqlite3.connect(f"{file}?mode=ro", uri=True, timeout=30)) as database:
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         tables = [name for name in tables if name not in ("alembic_version", "lease")]  # one row each
         found = {(name, "rows"): _number(database, f'SELECT count(*) FROM "{name}"') for name in tables}

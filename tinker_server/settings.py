@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy import URL
 
 from backends.config import BackendConfig
 from tinker_server.image_addresses import ImageAddresses
@@ -85,9 +86,11 @@ class Settings(BaseSettings):
         """Return the keys file, or its default."""
         return self.keys_file or self.data_dir / "keys"
 
-    def resolved_database_url(self) -> str:
-        """Return the database URL, or its default."""
-        return self.database_url or f"sqlite+aiosqlite:///{self.data_dir.resolve() / 'tinker-server.db'}"
+    def resolved_database_url(self) -> str | URL:
+        """Return the database URL, or its default, whose path may have characters that a URL's text gives a meaning."""
+        return self.database_url or URL.create(
+            "sqlite+aiosqlite", database=str(self.data_dir.resolve() / "tinker-server.db")
+        )
 
     def resolved_backend(self) -> BackendConfig:
         """Return the backend's configuration; its files are in data_dir unless set."""

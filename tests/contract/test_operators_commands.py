@@ -116,6 +116,27 @@ def test_missing_weights_are_named_and_no_backup_is_left(tmp_path: Path) -> None
     assert [one.name for one in tmp_path.iterdir()] == ["data"]
 
 
+@pytest.mark.parametrize("name", ["a?b=c", "run%41", "half#way"])
+def test_a_data_directory_of_any_name_has_its_own_database(name: str, tmp_path: Path) -> None:
+    """Where a URL's text has a meaning for them, too."""
+    server = Running(tmp_path / "all" / name)
+    try:
+        model_id = server.model()
+        path = saved(server, model_id, 1, "kept")
+        asyncio.run(back_up(server.settings, tmp_path / "backup"))
+    finally:
+        server.stop()
+    assert [found.name for found in (tmp_path / "all").iterdir()] == [name]
+    assert (tmp_path / "all" / name / "tinker-server.db").is_file()
+    asyncio.run(restore(Settings(data_dir=tmp_path / "again" / name), tmp_path / "backup"))
+    again = Running(tmp_path / "again" / name)
+    try:
+        listed = again.http.get(f"/training_runs/{model_id}/checkpoints").json()["checkpoints"]
+        assert [one["tinker_path"] for one in listed] == [path]
+    finally:
+        again.stop()
+
+
 @pytest.mark.parametrize(
     ("about", "text"),
     [

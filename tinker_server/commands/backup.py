@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sqlalchemy import URL
+
 from backends.files import flush, written_aside
 from tinker_server.commands import databases
 from tinker_server.errors import StartFailed
@@ -86,7 +88,7 @@ def _require_places(data_dir: Path, target: Path) -> None:
         raise StartFailed(f"{target} exists already: name a new directory")
 
 
-async def _consistent(data_dir: Path, url: str, aside: Path, name: str) -> set[str]:
+async def _consistent(data_dir: Path, url: str | URL, aside: Path, name: str) -> set[str]:
     for _ in range(TRIES):
         await asyncio.to_thread(_link_all, data_dir, aside, _present(data_dir))
         (aside / name).unlink(missing_ok=True)

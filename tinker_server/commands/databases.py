@@ -23,12 +23,12 @@ REFERENCES = (
 """Queries for the directories of weights that rows own, relative to the data directory."""
 
 
-def kind_of(database_url: str) -> str:
+def kind_of(database_url: str | URL) -> str:
     """Return `sqlite` or `postgresql`."""
     return make_url(database_url).get_backend_name()
 
 
-async def copy(database_url: str, target: Path) -> set[str]:
+async def copy(database_url: str | URL, target: Path) -> set[str]:
     """Write a copy and return the directories that it refers to. Raises StartFailed."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":
@@ -36,7 +36,7 @@ async def copy(database_url: str, target: Path) -> set[str]:
     return await _copy_postgresql(url, target)
 
 
-async def restore(database_url: str, source: Path) -> None:
+async def restore(database_url: str | URL, source: Path) -> None:
     """Restore a copy into an empty database. Raises StartFailed."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import AdaptedConnection, Connection, Table, delete, event, inspect, make_url, select, tuple_
+from sqlalchemy import URL, AdaptedConnection, Connection, Table, delete, event, inspect, make_url, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     ArgumentError,
@@ -61,7 +61,11 @@ class Database:
     fair and cheap."""
 
     def __init__(
-        self, url: str, retry_s: float = RETRY_S, busy_timeout_ms: int = BUSY_TIMEOUT_MS, synchronous: str = "full"
+        self,
+        url: str | URL,
+        retry_s: float = RETRY_S,
+        busy_timeout_ms: int = BUSY_TIMEOUT_MS,
+        synchronous: str = "full",
     ) -> None:
         """`retry_s`: how long `look` and `change` retry without an answer; SQLite gives none while it is locked.
 
@@ -76,7 +80,7 @@ class Database:
             # Nor does a file's connection need a rollback before its next use, since every transaction here is ended.
             kind = (
                 {"pool_reset_on_return": None}
-                if url.startswith("sqlite")
+                if make_url(url).get_backend_name() == "sqlite"
                 else {"pool_pre_ping": True, "connect_args": {"timeout": CONNECT_S}}
             )
             self._engine = create_async_engine(url, json_serializer=serializer, **kind)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from sqlalchemy import make_url
 
 from tinker_server.__main__ import listen, main, require_keys_beyond_loopback
 from tinker_server.command_line import parse, read_settings
@@ -57,7 +58,7 @@ def test_the_command_line_goes_before_the_environment(tmp_path: Path, monkeypatc
 
 def test_everything_is_kept_in_the_data_directory_by_default(tmp_path: Path) -> None:
     settings = read_settings(parse(["serve", "--data-dir", str(tmp_path), "--model", "a=org/name"]))
-    assert settings.resolved_database_url() == f"sqlite+aiosqlite:///{tmp_path}/tinker-server.db"
+    assert make_url(settings.resolved_database_url()).database == f"{tmp_path}/tinker-server.db"
     assert settings.resolved_backend().scratch_dir == tmp_path / "scratch"
 
 
