@@ -39,6 +39,10 @@ class BackendFailed(RuntimeError):
     """Something broke in computing; the request was not at fault."""
 
 
+class Unavailable(BackendFailed):
+    """Something that is needed is not there now, and may be later: another server, the model hub, room on the disk."""
+
+
 class ProcessDied(BackendFailed):
     """A process ended, or was ended, while it worked on this: so did all that it held."""
 

@@ -5,13 +5,14 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable
 
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, Unavailable
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
@@ -21,7 +22,7 @@ from tinker_server.commands.doctor import examine
 from tinker_server.commands.join import belong
 from tinker_server.commands.status import Status
 from tinker_server.commands.tables import show
-from tinker_server.errors import StartFailed, Superseded
+from tinker_server.errors import DatabaseUnavailable, StartDelayed, StartFailed, Superseded, start_failure
 from tinker_server.observability import log_config, progress
 from tinker_server.settings import Settings
 from tinker_server.web.server import BACKLOG, Server
@@ -32,7 +33,8 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Run one command of the command line.
 
-    Exit codes: 0 stopped or done, 2 the command or the server failed, 130 interrupted at start.
+    Exit codes: 0 stopped or done, 2 the command or the server failed, 75 it failed for a reason that may pass, 130
+    interrupted at start.
     """
     log_config.configure()
     try:
@@ -64,12 +66,17 @@ def main() -> int:
         # asyncio.run accepts no loop factory before Python 3.12
         with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(settings, listener))
-    except (StartFailed, BackendFailed, Superseded) as error:
+    except (StartFailed, BackendFailed, DatabaseUnavailable) as error:
         print(f"tinker-server: {error}", file=sys.stderr)
-        return 2
+        return os.EX_TEMPFAIL if may_pass(error) else 2
     except (asyncio.CancelledError, KeyboardInterrupt):
         return 130
     return 0
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether the same command may succeed later. Not once another server has taken the database."""
+    return isinstance(error, StartDelayed | Unavailable | DatabaseUnavailable) and not isinstance(error, Superseded)
 
 
 def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -103,7 +110,7 @@ def listen(host: str, port: int) -> socket.socket:
             listener.listen(BACKLOG)
             stack.pop_all()
     except OSError as error:
-        raise StartFailed(f"cannot listen on {host} port {port}: {error.strerror}") from None
+        raise start_failure(f"cannot listen on {host} port {port}: {error.strerror}", error) from None
     return listener
 
 

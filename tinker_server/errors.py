@@ -19,8 +19,10 @@ TinkerServerError
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no permanent refusal has one of these.
 """
 
+import errno
 import logging
 import re
+import socket
 
 from api_schemas.futures import FutureFailed
 from api_schemas.wire import MalformedBody
@@ -35,6 +37,31 @@ _PATH = re.compile(r"(?<![\w:/])/(?:[^\s'\"/:,;()]+/)*[^\s'\"/:,;()]+")
 
 class StartFailed(Exception):
     """The server or a command cannot start. The text is one line for the operator."""
+
+
+class StartDelayed(StartFailed):
+    """The same start may succeed later: a database, a disk or another server is in its way for now."""
+
+
+_PASSING = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EADDRINUSE,
+    errno.EADDRNOTAVAIL,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.EAGAIN,
+)
+"""Errors that pass by themselves, or once the operator has made room. Those of connections have classes."""
+
+
+def start_failure(text: str, error: BaseException | None) -> StartFailed:
+    """Return the failure of a start: StartDelayed where the operating system's error may pass."""
+    passes = isinstance(error, ConnectionError | TimeoutError) or (
+        isinstance(error, OSError)
+        and (error.errno == socket.EAI_AGAIN if isinstance(error, socket.gaierror) else error.errno in _PASSING)
+    )
+    return StartDelayed(text) if passes else StartFailed(text)
 
 
 class TinkerServerError(Exception):

@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.cluster.token import is_proof, proof
 from backends.processes.messages import STREAM_LIMIT
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, Unavailable
 
 HANDSHAKE_S = 10.0
 """Longest wait for the other machine's next line."""
@@ -24,7 +24,7 @@ _IDLE_S, _PROBE_S, _NUM_PROBES = 5, 5, 3
 """A machine that is gone without a word is noticed after 20 seconds."""
 
 
-class Unreachable(BackendFailed):
+class Unreachable(Unavailable):
     """Nothing answers there, or it is not ready: it may be later."""
 
 

@@ -1,5 +1,6 @@
 """Find a base model's files, and read what they say of it. Loads no weights."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -9,6 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PretrainedConfig
 
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, Unavailable
 
 log = logging.getLogger(__name__)
 _NOT_NEEDED = ["*.bin", "*.pth", "*.gguf", "original/*"]
@@ -39,7 +41,20 @@ def local_directory(source: str) -> Path:
         return Path(snapshot_download(source, ignore_patterns=_NOT_NEEDED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BackendFailed(f"{source} is no directory here, and the model hub does not give it: {reason}") from None
+        kind = Unavailable if _may_pass(error) else BackendFailed
+        raise kind(f"{source} is no directory here, and the model hub does not give it: {reason}") from None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether the hub did not answer, or the disk is full: another try may succeed."""
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+        error = error.__cause__
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        return status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    if isinstance(error, LocalEntryNotFoundError):
+        return not constants.HF_HUB_OFFLINE
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _announce_download(source: str) -> None:
@@ -54,7 +69,7 @@ def _announce_download(source: str) -> None:
     cache = Path(constants.HF_HUB_CACHE)
     has_bytes = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
     if sum(missing) > has_bytes:
-        raise BackendFailed(
+        raise Unavailable(
             f"{source}: its {len(missing)} files have {sum(missing) / _MB:.0f} MB, and {cache} has"
             f" {has_bytes / _MB:.0f} MB left: free some, or name another folder by HF_HOME"
         )

@@ -21,8 +21,11 @@ import yaml
 from pydantic import BaseModel
 from sqlalchemy.engine import make_url
 
+from backends.protocol import BackendFailed, Unavailable
 from tests.fake_server import Running
+from tinker_server.__main__ import may_pass
 from tinker_server.command_line import parse, read_settings
+from tinker_server.errors import DatabaseUnavailable, StartDelayed, StartFailed, Superseded
 from tinker_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +98,14 @@ def test_the_kubernetes_manifests_are_whole() -> None:
         if kind in ("Deployment", "StatefulSet"):
             labels = one["spec"]["template"]["metadata"]["labels"]
             assert one["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_the_unit_starts_a_server_again_whose_failure_may_pass() -> None:
+    unit = (DEPLOY / "tinker-server.service").read_text().splitlines()
+    assert "Restart=on-failure" in unit and "RestartPreventExitStatus=2" in unit
+    assert may_pass(StartDelayed("")) and may_pass(Unavailable("")) and may_pass(DatabaseUnavailable(""))
+    assert not any(map(may_pass, (StartFailed(""), BackendFailed(""), Superseded(""))))
+    assert os.EX_TEMPFAIL != 2
 
 
 def test_every_manifest_obeys_the_schema_of_kubernetes() -> None:

@@ -31,7 +31,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionm
 from tinker_server.accounts import WAIT_S, Accounts
 from tinker_server.errors import BadRequest, DatabaseUnavailable, DiskFull, StartFailed, Superseded
 from tinker_server.store.lease import Lease, sole_use
-from tinker_server.store.outage import Outage
+from tinker_server.store.outage import UNWRITABLE, Outage, unusable
 from tinker_server.store.postgresql import CONNECT_S, Connections
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Database:
                 f" {str(error).splitlines()[0]}"
             ) from error
         except (SQLAlchemyError, OSError) as error:
-            raise StartFailed(f"the database {self._shown()} cannot be used: {str(error).splitlines()[0]}") from error
+            raise unusable(self._shown(), error) from error
 
     def _shown(self) -> str:
         return make_url(self._engine.url).render_as_string(hide_password=True)
@@ -286,22 +286,13 @@ def _set_up_sqlite(
 _STATEMENTS_FAULTS = ("22", "23", "42", "54")
 """Classes of PostgreSQL errors that a statement or its values cause (PostgreSQL manual, appendix A): values that cannot
 be stored, constraints, syntax and rights, limits. asyncpg's dialect wraps some of them as any other error."""
-_UNWRITABLE = (
-    sqlite3.SQLITE_IOERR_WRITE,
-    sqlite3.SQLITE_IOERR_FSYNC,
-    sqlite3.SQLITE_IOERR_DIR_FSYNC,
-    sqlite3.SQLITE_IOERR_TRUNCATE,
-    sqlite3.SQLITE_IOERR_SHMOPEN,
-    sqlite3.SQLITE_IOERR_SHMSIZE,
-)
-"""Errors of a write to a disk that has become read-only."""
 
 
 def _is_full(error: BaseException | None) -> bool:
     """Return whether the error says that the disk is full or read-only, in SQLite or PostgreSQL."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", 0)  # absent where the driver made the error itself
-        return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY) or code in _UNWRITABLE
+        return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY) or code in UNWRITABLE
     return getattr(error, "sqlstate", "") in ("53100", "25006")
 
 

@@ -24,7 +24,7 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from backends.files import flush, make_directory, written_aside
-from tinker_server.errors import DatabaseUnavailable, StartFailed
+from tinker_server.errors import DatabaseUnavailable, start_failure
 from tinker_server.store.database import Database
 from tinker_server.store.lease import locked
 from tinker_server.store.tables import UnreferencedDirectory
@@ -263,6 +263,6 @@ def hold(data_dir: Path) -> Iterator[None]:
         make_directory(data_dir, 0o700)
         data_dir.chmod(0o700)
     except OSError as error:
-        raise StartFailed(f"{what} cannot be used: {error.strerror}") from None
+        raise start_failure(f"{what} cannot be used: {error.strerror}", error) from None
     with locked(data_dir / "lock", what):
         yield

@@ -17,7 +17,8 @@ from pathlib import Path
 from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
-from tinker_server.errors import StartFailed, Superseded
+from tinker_server.errors import StartDelayed, Superseded, start_failure
+from tinker_server.store.outage import unusable
 
 log = logging.getLogger(__name__)
 LOCK_KEY = 0x74696E6B6572  # "tinker": key of the advisory lock, which PostgreSQL keeps by database
@@ -133,12 +134,12 @@ def locked(path: Path, what: str) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
-        raise StartFailed(f"{what} cannot be used: {error.strerror}") from None
+        raise start_failure(f"{what} cannot be used: {error.strerror}", error) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise StartFailed(f"another server uses {what}") from None
+            raise StartDelayed(f"another server uses {what}") from None
         yield
 
 
@@ -169,10 +170,10 @@ class _AdvisoryLock:
         try:
             while not await self._try():
                 if asyncio.get_running_loop().time() > deadline:
-                    raise StartFailed(f"another server uses the database {shown}")
+                    raise StartDelayed(f"another server uses the database {shown}")
                 await asyncio.sleep(0.1)
         except self._unavailable as error:
-            raise StartFailed(f"the database {shown} cannot be used: {str(error).splitlines()[0]}") from error
+            raise unusable(shown, error) from error
 
     async def _try(self) -> bool:
         async with AsyncExitStack() as stack:

@@ -227,7 +227,7 @@ def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> 
             listen("127.0.0.1", int(port))
         command = [sys.executable, "-m", "tinker_server", "serve", "--port", port, "--model", "a=org/name"]
         ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (2, "")
+    assert (ended.returncode, ended.stdout) == (os.EX_TEMPFAIL, "")
     assert ended.stderr == f"tinker-server: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
 

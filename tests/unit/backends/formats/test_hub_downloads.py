@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from backends.formats import model_files
 from backends.formats.model_files import local_directory
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, Unavailable
 
 COMMIT = "a" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(3_000_000), "old.bin": bytes(9_000_000)}
@@ -91,6 +91,19 @@ def test_the_bytes_of_a_download_are_said_before_it_begins(
         caplog.clear()
         assert local_directory("org/model") == directory
         assert not caplog.messages and len(fetched) == 2, "what is here is not announced, and does not come again"
+
+
+def test_a_hub_that_does_not_answer_may_do_so_later(fetched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendFailed) as unknown:
+        local_directory("org/unknown")
+    assert not isinstance(unknown.value, Unavailable)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(Unavailable, match="the model hub does not give it"):
+        local_directory("org/model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(BackendFailed) as offline:
+        local_directory("org/model")
+    assert not isinstance(offline.value, Unavailable), "this setting keeps it away"
 
 
 def test_a_download_that_the_disk_has_no_room_for_is_refused_before_it_begins(

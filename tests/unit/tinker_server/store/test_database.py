@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import re
+import resource
 import socket
 import sqlite3
 import time
@@ -19,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from tests.fakes import FakeBackend
 from tinker_server.accounts import Records
 from tinker_server.app import serving
-from tinker_server.errors import DatabaseUnavailable, StartFailed, Superseded
+from tinker_server.errors import DatabaseUnavailable, StartDelayed, StartFailed, Superseded
 from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.database import Database
@@ -62,13 +63,50 @@ async def test_a_second_server_on_one_database_is_refused_in_one_line(tmp_path: 
     first, second = (Settings(data_dir=tmp_path / name, database_url=database_url) for name in ("a", "b"))
     async with serving(first, FakeBackend()) as services:
         await services.audit.note("something", "alice")
-        with pytest.raises(StartFailed, match="another server uses the database") as caught:
+        with pytest.raises(StartDelayed, match="another server uses the database") as caught:
             async with serving(second, FakeBackend()):
                 pass
         assert "\n" not in str(caught.value)
         assert await noted(services.audit) == ["something"]
     async with serving(second, FakeBackend()):
         pass
+
+
+async def start(data_dir: Path, url: str = "") -> StartFailed:
+    """Return what a start on this database fails with."""
+    with pytest.raises(StartFailed) as caught:
+        async with serving(Settings(data_dir=data_dir, database_url=url), FakeBackend()):
+            pass
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+async def test_a_start_says_whether_its_failure_may_pass(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for address in (f"127.0.0.1:{port}/db", f"/db?host={tmp_path}"):  # none is up there yet
+        assert isinstance(await start(tmp_path / "a", f"postgresql+asyncpg://user@{address}"), StartDelayed)
+    (tmp_path / "file").write_text("no database" * 1000)
+    assert not isinstance(await start(tmp_path / "a", f"sqlite+aiosqlite:///{tmp_path / 'file'}"), StartDelayed)
+    assert not isinstance(await start(tmp_path / "file" / "data"), StartDelayed)
+
+
+async def test_a_start_on_a_full_disk_may_succeed_later(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        failed = await start(tmp_path / "data")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(failed, StartDelayed), failed
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+async def test_a_start_on_a_database_that_does_not_exist_needs_another_setting(
+    tmp_path: Path, database_url: str
+) -> None:
+    missing = make_url(database_url).set(database="missing").render_as_string(hide_password=False)
+    assert not isinstance(await start(tmp_path, missing), StartDelayed)
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
