@@ -129,12 +129,17 @@ def test_a_change_without_the_pages_token_is_refused(alice: Owner, run_id: str) 
     assert alice.get(f"/runs/{run_id}").status_code == 200
 
 
-def test_another_sites_page_changes_nothing(alice: Owner, run_id: str) -> None:
+@pytest.mark.parametrize("sender", ["cross-site", "same-site"])
+def test_a_page_of_another_origin_changes_nothing(alice: Owner, run_id: str, sender: str) -> None:
     path = f"/runs/{run_id}/checkpoints/weights/kept/publish"
     alice.change("GET", "/")
-    headers = {"x-csrf-token": alice.token, "sec-fetch-site": "cross-site"}
+    headers = {"x-csrf-token": alice.token, "sec-fetch-site": sender}
     assert alice.pages.post(path, headers=headers).status_code == 403
-    assert alice.pages.post("/login", data={"key": alice.key}, headers=headers).status_code == 403
+    refused = alice.pages.post("/login", data={"key": alice.key}, headers=headers)
+    assert refused.status_code == 403 and "set-cookie" not in refused.headers
+    for own in ("same-origin", "none"):
+        headers = {"sec-fetch-site": own}
+        assert alice.pages.post("/login", data={"key": alice.key}, headers=headers).status_code == 303
 
 
 def test_the_cookie_is_for_this_site_alone_and_no_script_reads_it(alice: Owner) -> None:

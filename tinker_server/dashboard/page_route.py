@@ -36,8 +36,8 @@ class PageRoute(APIRoute):
 
         async def handled(request: Request) -> Response:
             try:
-                if request.method in CHANGES and _is_cross_site(request):
-                    raise ForeignHost("a page of another site sent this request")
+                if request.method in CHANGES and _is_cross_origin(request):
+                    raise ForeignHost("a page of another origin sent this request")
                 answer = await handle(request)
             except Unauthenticated:
                 answer = _to_sign_in(request)
@@ -60,14 +60,15 @@ class PageRoute(APIRoute):
         return handled
 
 
-def _is_cross_site(request: Request) -> bool:
-    """Return whether another site's page sent the request, by Sec-Fetch-Site, or by Origin over plain HTTP.
+def _is_cross_origin(request: Request) -> bool:
+    """Return whether a page of another origin sent the request, by Sec-Fetch-Site, or by Origin over plain HTTP.
 
-    Clients that are not browsers send neither header.
+    Another origin may be of the same site: another port or subdomain, whose pages are not ours. Clients that are not
+    browsers send neither header.
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     if site is not None or origin is None:
-        return site == "cross-site"
+        return site not in (None, "same-origin", "none")
     try:
         sender = urlsplit(origin).netloc.lower()
     except ValueError:
