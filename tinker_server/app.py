@@ -71,6 +71,7 @@ from tinker_server.web.deps import Services, caller
 from tinker_server.web.gate import BodyLimit, Gate, Measured
 from tinker_server.web.handlers import install, storable_parameters
 from tinker_server.web.ledger import Ledger
+from tinker_server.web.prefix import Prefixed
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.lookup import WeightStores
@@ -118,6 +119,7 @@ def create_app(
         docs_url=None,  # FastAPI's pages load scripts from elsewhere: reference_page has ours
         redoc_url=None,
     )
+    app.add_middleware(Prefixed)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, host=settings.host)
     app.add_middleware(Cors, origins=settings.cors_origins)

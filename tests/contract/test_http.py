@@ -208,3 +208,13 @@ def test_what_no_database_holds_is_refused_on_every_router(server: Running, path
     assert answer.status_code == 422 or path.startswith("/runs"), "pages of no such name are not found"
     if answer.status_code == 422:
         assert "NUL" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/docs/files?a=b", "/api/v1/healthz/?a=b"])
+def test_the_redirect_to_a_path_with_another_slash_keeps_the_prefix_of_a_proxy(server: Running, path: str) -> None:
+    bare, query = path.split("?")
+    other = f"{bare[:-1] if bare.endswith('/') else f'{bare}/'}?{query}"
+    for prefix, kept in (("/training", "/training"), ("/a/b/", "/a/b"), ("//evil.example", ""), (None, "")):
+        headers = {} if prefix is None else {"x-forwarded-prefix": prefix}
+        answer = server.http.get(f"{server.url}{path}", headers=headers)
+        assert (answer.status_code, answer.headers["location"]) == (307, f"{server.url}{kept}{other}"), prefix

@@ -1,6 +1,5 @@
 """Rendering of templates, and formats of numbers, sizes and times."""
 
-import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,8 +9,9 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from tinker_server.web.prefix import prefix_of
+
 FOLDER = Path(__file__).parent
-_PREFIX = re.compile(r"(?:/[\w.-]+)*")
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -90,8 +90,7 @@ _ENVIRONMENT.filters |= {
 
 def base_of(request: Request) -> str:
     """Return the path prefix that a proxy removes, which every link needs."""
-    prefix = request.headers.get("x-forwarded-prefix", "").rstrip("/")
-    return prefix if _PREFIX.fullmatch(prefix) else ""
+    return prefix_of(request.headers)
 
 
 def page(request: Request, template: str, values: Mapping[str, object], status: int = 200) -> HTMLResponse:

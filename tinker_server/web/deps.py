@@ -40,6 +40,7 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.web.ledger import Ledger
+from tinker_server.web.prefix import prefix_of
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.lookup import WeightStores
@@ -157,8 +158,7 @@ def _part(of: Callable[[Services], T]) -> object:
 
 
 async def _server_url(http: Request) -> str:
-    prefix = http.headers.get("x-forwarded-prefix", "").rstrip("/")
-    return f"{str(http.base_url).rstrip('/')}{prefix}/api/v1"
+    return f"{str(http.base_url).rstrip('/')}{prefix_of(http.headers)}/api/v1"
 
 
 AppSettings = Annotated[Settings, _part(lambda server: server.settings)]
