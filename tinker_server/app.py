@@ -116,6 +116,7 @@ def create_app(
         title="tinker-server",
         lifespan=lifespan,
         dependencies=[Depends(storable_parameters)],
+        openapi_url=None,  # FastAPI makes the answer anew for each request: openapi has ours
         docs_url=None,  # FastAPI's pages load scripts from elsewhere: reference_page has ours
         redoc_url=None,
     )

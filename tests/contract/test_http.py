@@ -218,3 +218,16 @@ def test_the_redirect_to_a_path_with_another_slash_keeps_the_prefix_of_a_proxy(s
         headers = {} if prefix is None else {"x-forwarded-prefix": prefix}
         answer = server.http.get(f"{server.url}{path}", headers=headers)
         assert (answer.status_code, answer.headers["location"]) == (307, f"{server.url}{kept}{other}"), prefix
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_what_is_the_same_for_everybody_is_made_once(
+    server: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = server.http.get(f"{server.url}{path}")
+    assert first.status_code == 200 and "create_model" in first.text
+    monkeypatch.setattr(server.app, "openapi", lambda: pytest.fail("it was made again"))
+    again = server.http.get(f"{server.url}{path}")
+    assert again.content == first.content and again.headers["content-type"] == first.headers["content-type"]
+    cached = server.http.get(f"{server.url}{path}", headers={"if-none-match": first.headers["etag"]})
+    assert (cached.status_code, cached.content) == (304, b"")

@@ -2,6 +2,7 @@
 route may give, tags."""
 
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -14,6 +15,7 @@ from api_schemas.base import Request
 from api_schemas.training import ForwardBackwardRequest
 from api_schemas.wire import JSON, PROTOBUF
 from tinker_server.errors import BodyTooLarge, ForeignHost, ScopeRefused, Unauthenticated
+from tinker_server.web.fixed_page import FixedPage
 from tinker_server.web.refusals import BINARY, REF, Error, refusal, refused
 from tinker_server.web.submission import Submission
 
@@ -37,6 +39,8 @@ def install(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
+    page = FixedPage(lambda: json.dumps(app.openapi(), ensure_ascii=False, separators=(",", ":")).encode(), JSON)
+    app.add_api_route("/openapi.json", page.answer, include_in_schema=False)
 
 
 def completed(schema: Schema, routes: list[APIRoute]) -> Schema:

@@ -8,8 +8,9 @@ import json
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
+
+from tinker_server.web.fixed_page import FixedPage
 
 FOLDER = Path(__file__).parent / "reference"
 HEADERS = {
@@ -47,10 +48,10 @@ _PAGE = """<!doctype html>
 def install(app: FastAPI) -> None:
     """Add the page and its files to an app that has no documentation of FastAPI's own."""
 
-    @app.get("/docs", include_in_schema=False)
-    async def show_reference() -> HTMLResponse:
-        """Show the description of /openapi.json."""
+    def describe() -> bytes:
         description = json.dumps(app.openapi()).replace("<", "\\u003c")  # no text in it ends the element
-        return HTMLResponse(_PAGE.format(description=description), headers=HEADERS)
+        return _PAGE.format(description=description).encode()
 
+    page = FixedPage(describe, "text/html", HEADERS)
+    app.add_api_route("/docs", page.answer, include_in_schema=False)
     app.mount("/docs/files", StaticFiles(directory=FOLDER))
