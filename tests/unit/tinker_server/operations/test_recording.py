@@ -1,14 +1,22 @@
 """Times that operations waited and ran, and metrics of tokens and GPUs."""
 
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from api_schemas.training import ForwardBackwardOutput
+from api_schemas import wire
+from api_schemas.inputs import Datum
+from api_schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from backends.configure.gpus import read_gpus
 from backends.inputs.detokenize import TokenTexts
+from backends.protocol import EncodedBatch
+from tests.factories import batch, prompt, words
 from tests.photographs import SEEING
+from tinker_server.dashboard.hints import hints
 from tinker_server.observability.metrics import Metrics
 from tinker_server.operations.recording import Recording, Timer
 from tinker_server.store.catalog import Catalog
@@ -71,6 +79,46 @@ async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
     )
     assert step is not None
     assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "as_json", "cause"),
+    [
+        ("importance_sampling", False, "the samples of each group had the same reward"),
+        ("importance_sampling", True, "the samples of each group had the same reward"),
+        ("cross_entropy", False, "advantages or weights"),
+    ],
+)
+async def test_a_first_batch_without_any_advantage_names_the_constant_reward(
+    db: Database, loss_fn: str, as_json: bool, cause: str
+) -> None:
+    names = ("weights",) if loss_fn == "cross_entropy" else ("logprobs", "advantages")
+    inputs = {"target_tokens": np.array([2, 3]), **{name: np.zeros(2, np.float32) for name in names}}
+    encoded = batch([Datum(model_input=prompt(words(2, 0)), loss_fn_inputs=inputs)], loss_fn)
+    if as_json:
+        request = wire.decode_forward_backward(encoded.body)
+        encoded = EncodedBatch(json_of(request), wire.JSON)
+    work = replace(operation("forward_backward"), body=encoded.body, content_type=encoded.content_type)
+    output = ForwardBackwardOutput(
+        loss_fn_outputs=[{"logprobs": np.zeros(2, np.float32)}], metrics={"loss:sum": 0.0, "tokens:sum": 0.0}
+    )
+    step = await Recording(StepStore(db), Metrics()).done(work, output, timer_of(work, Working()))
+    assert step is not None
+    (said,) = hints([step])
+    assert cause in said
+
+
+def json_of(request: ForwardBackwardRequest) -> bytes:
+    """Return the request as a client without protobuf sends it."""
+    (datum,) = request.forward_backward_input.data
+    tensors = {
+        name: {"data": values.tolist(), "dtype": str(values.dtype), "shape": list(values.shape)}
+        for name, values in datum.loss_fn_inputs.items()
+    }
+    chunks = [{"type": "encoded_text", "tokens": [2, 3]}]
+    batch = {"data": [{"model_input": {"chunks": chunks}, "loss_fn_inputs": tensors}]}
+    loss = {"loss_fn": request.forward_backward_input.loss_fn}
+    return json.dumps({"model_id": request.model_id, "seq_id": 1, "forward_backward_input": batch | loss}).encode()
 
 
 async def test_a_runs_operations_come_with_their_times_and_errors(db: Database) -> None:
