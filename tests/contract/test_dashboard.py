@@ -5,6 +5,7 @@ import base64
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -380,6 +381,18 @@ def test_chats_are_among_the_samples_of_their_owner_alone_and_open_pages_are_not
 def test_the_machine_shows_the_engines_batch_and_how_full_its_cache_is(alice: Owner) -> None:
     text = alice.get("/machine/now").text
     assert "KV cache 38 % in use" in text and "In vLLM's scheduler 0 running, 2 waiting" in text
+
+
+def test_the_machine_counts_the_disk_as_df_does(alice: Owner) -> None:
+    """Blocks that are reserved, or beyond a quota, are neither used nor free."""
+    found = re.search(
+        r'<meter min="0" max="(\d+)" value="(\d+)"[^>]*aria-label="Disk used">', alice.get("/machine/now").text
+    )
+    assert found is not None
+    shown_full, shown_used = map(int, found.groups())
+    disk = os.statvfs(alice.server.settings.data_dir)
+    used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    assert (shown_used, shown_full) == (pytest.approx(used, abs=2**29), pytest.approx(used + free, abs=2**29))
 
 
 def test_the_machine_shows_each_of_several_engines(alice: Owner) -> None:
