@@ -20,6 +20,7 @@ from tinker_server.commands.admin import administrate
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
 from tinker_server.commands.join import belong
+from tinker_server.commands.keyless_runs import advise
 from tinker_server.commands.status import Status
 from tinker_server.commands.tables import show
 from tinker_server.errors import DatabaseUnavailable, StartDelayed, StartFailed, Superseded, start_failure
@@ -55,9 +56,6 @@ def main() -> int:
             return 0
         settings = read_settings(arguments)
         log_config.configure(settings.log_level, settings.log_format)
-        if arguments.command == "keys":
-            change_keys(arguments, settings)
-            return 0
         if arguments.command != "serve":
             return run_once(arguments, settings)
         raise_file_limit()
@@ -80,7 +78,13 @@ def may_pass(error: Exception) -> bool:
 
 
 def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Run doctor, backup or restore. Raises StartFailed, BackendFailed."""
+    """Run keys, doctor, backup or restore. Raises StartFailed, BackendFailed."""
+    if arguments.command == "keys":
+        change_keys(arguments, settings)
+        if arguments.action == "add":
+            with asyncio.Runner() as runner:
+                print(runner.run(advise(settings)), end="", file=sys.stderr)  # scripts read the key from the output
+        return 0
     if arguments.command == "doctor":
         examine(settings.resolved_backend(), arguments.gpu)
         return 0

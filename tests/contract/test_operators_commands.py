@@ -21,6 +21,7 @@ import pytest
 
 from backends.config import BackendConfig
 from backends.protocol import BackendFailed
+from tests.dashboard import Owner
 from tests.databases import fresh_database
 from tests.fake_server import Running
 from tinker_server.__main__ import main
@@ -30,6 +31,7 @@ from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
 from tinker_server.commands.status import Status
 from tinker_server.commands.tables import console
+from tinker_server.dashboard.rendering import short
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 
@@ -99,6 +101,50 @@ def test_a_backup_of_a_server_at_work_is_restored_whole(two_databases: tuple[str
     if empty:
         with pytest.raises(StartFailed, match="has tables already"):
             asyncio.run(restore(fresh.model_copy(update={"data_dir": tmp_path / "third"}), tmp_path / "backup"))
+
+
+def test_the_first_key_says_how_runs_made_without_one_are_kept(
+    two_databases: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the command line, and on the first page of everybody who finds no runs there."""
+    used, _ = two_databases
+    monkeypatch.setattr(keys, "RELOAD_S", 0.0)
+    if used:
+        monkeypatch.setenv("TINKER_SERVER_DATABASE_URL", used)
+    server = Running(tmp_path / "data", database_url=used)
+
+    def add(name: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["tinker-server", "keys", "add", name, "--data-dir", str(tmp_path / "data")])
+        assert main() == 0
+        said = capsys.readouterr()
+        return said.out.strip(), said.err.strip()
+
+    try:
+        run_id, _ = server.model(), server.model()
+        alice, advice = add("alice")
+        command = f"tinker-server keys add local --keys-file {tmp_path}/data/keys"
+        assert advice == f"2 runs made without a key belong to the owner local: `{command}` makes a key that opens them"
+        with Owner(server, alice) as viewer:
+            assert "keys add local" in viewer.sign_in().get("/").text
+        local, advice = add("local")
+        assert advice == ""
+        with Owner(server, local) as viewer:
+            assert short(run_id) in viewer.sign_in().get("/").text
+        assert add("bob")[1] == "", "a key opens them already"
+    finally:
+        server.stop()
+
+
+def test_a_key_is_made_without_a_database_or_with_one_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinker-server", "keys", "add", "alice", "--data-dir", str(tmp_path)])
+    assert main() == 0
+    assert capsys.readouterr().err == "" and not (tmp_path / "tinker-server.db").exists()
+    (tmp_path / "tinker-server.db").write_bytes(b"no database" * 100)
+    assert main() == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("tml-") and "could not be counted" in said.err and "not a database" in said.err
 
 
 def test_missing_weights_are_named_and_no_backup_is_left(tmp_path: Path) -> None:

@@ -130,9 +130,9 @@ class Keys:
         log.info("%s now has %d API keys", self._path, len(self._known))
 
 
-def adding(path: Path) -> str:
+def adding(path: Path, name: str = "NAME") -> str:
     """Return the command that adds a key to this file, from whatever folder it is run in."""
-    return f"tinker-server keys add NAME --keys-file {shlex.quote(str(path.resolve()))}"
+    return f"tinker-server keys add {name} --keys-file {shlex.quote(str(path.resolve()))}"
 
 
 def add(path: Path, name: str, *, scope: Scope = "all", is_admin: bool = False, valid_s: float | None = None) -> str:

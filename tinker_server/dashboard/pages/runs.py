@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from api_schemas.sampling import SampleRequest
+from tinker_server.auth.keys import LOCAL
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import base_of, page
 from tinker_server.dashboard.viewer import Viewer, Viewing
@@ -145,4 +146,9 @@ async def _listed(
         ListedRun(record, state_of(record, busy), Progress.of(last.get(record.run.model_id, []))) for record in records
     ]
     shown = {"listed": listed, "total": total, "q": search, "number": number, "last_page": last_page(total)}
-    return {**shown, "ticked": set(ticked)}
+    return {**shown, "ticked": set(ticked), "has_keyless": not listed and await _has_keyless(server, viewer)}
+
+
+async def _has_keyless(server: Services, viewer: Viewer) -> bool:
+    """Return whether runs were made before the server had keys, which the viewer may look for."""
+    return viewer.owner != LOCAL and (await server.runs.page(LOCAL, 1, 0))[1] > 0
