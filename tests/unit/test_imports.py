@@ -28,6 +28,7 @@ SEEN_OF_BACKENDS = (
     "backends.processes.spans",
     "backends.processes.crash_isolation",
     "backends.processes.fair_queue",
+    "backends.processes.fair_threads",
 )
 
 

@@ -12,6 +12,7 @@ from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models.admission import Admission
 from tinker_server.observability.recent_samples import Drawn, Gallery
+from tinker_server.offload import off_loop
 from tinker_server.store.usage import NO_SESSION
 from tinker_server.weights.lookup import FoundWeights, WeightStores, find_weights
 
@@ -47,19 +48,19 @@ class Chats:
             read_bytes = await with_data(request.endpoint, request.body, addresses)
             with self._admission.samples.counted(owner, 0, read_bytes, 0):
                 task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
-                image_bytes = await self._image_bytes(request, found.base_model)
+                image_bytes = await self._image_bytes(request, found.base_model, owner, read_bytes)
                 with self._admission.samples.counted(owner, 0, 0, image_bytes):
                     async for part in self._parts(task, found):
                         yield part
         finally:
             self._admission.samples.leave(*counts)
 
-    async def _image_bytes(self, request: ChatRequest, base_model: str) -> int:
-        """Return the bytes of the pixels of a conversation's images."""
+    async def _image_bytes(self, request: ChatRequest, base_model: str, owner: str, read_bytes: int) -> int:
+        """Return the bytes of the pixels of a conversation's images; `read_bytes` of files were read by address."""
         if request.endpoint == "completions":
             return 0
         base = self._stores.bases.base(base_model)
-        return await asyncio.to_thread(lambda: base.pixel_bytes(files(request.body)))
+        return await off_loop(owner, request.size_bytes + read_bytes, lambda: base.pixel_bytes(files(request.body)))
 
     async def _parts(self, task: ChatTask, found: FoundWeights) -> AsyncGenerator[str, None]:
         parts: asyncio.Queue[str | None] = asyncio.Queue()

@@ -1,6 +1,5 @@
 """Samples from a base model or saved weights."""
 
-import asyncio
 from pathlib import Path
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
@@ -9,6 +8,7 @@ from backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
 from tinker_server.observability.recent_samples import Drawn, Gallery
 from tinker_server.observability.tracing.hooks import note
+from tinker_server.offload import LARGE, off_loop
 from tinker_server.store.usage import NO_SESSION
 from tinker_server.weights.lookup import WeightStores, find_weights
 
@@ -59,7 +59,8 @@ class Sampling:
         """Count prompt tokens once, however many continuations were sampled, and an image as what it expands to."""
         length = _known_length(request.prompt)
         if length is None:
-            length = (await asyncio.to_thread(self._stores.bases.base(base_model).check_sample, request)).num_tokens
+            check = self._stores.bases.base(base_model).check_sample
+            length = (await off_loop(owner, LARGE, check, request)).num_tokens
         cached = min(response.prompt_cache_hit_tokens, length)
         sampled = sum(len(sequence.tokens) for sequence in response.sequences)
         used = (owner, session_id, base_model)

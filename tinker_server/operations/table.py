@@ -187,9 +187,10 @@ class OperationRunner:
         """Raises InvalidInput, BackendFailed or a TinkerServerError; its text is for the user."""
         kind = OPERATIONS[operation.operation_kind]
         if operation.request is None and not kind.decoded_elsewhere:
-            operation = await off_loop(operation.size_bytes, self.decoded, operation)
+            operation = await off_loop(operation.owner, operation.size_bytes, self.decoded, operation)
         timer = Timer(operation, model)
         # A sample, which has no model, asks for none.
         response = await kind.run(self._executors, model, operation, operation.request)  # type: ignore[arg-type]
         step = await self._executors.recording.done(operation, response, timer)
-        return replace(await off_loop(operation.size_bytes, kind.encode, response), step=step)
+        result = await off_loop(operation.owner, operation.size_bytes, kind.encode, response)
+        return replace(result, step=step)

@@ -74,7 +74,7 @@ async def get_audit(
     day = day or datetime.now(UTC).date()
     start = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
     pages = server.audit.of_day(caller, start, PREFIXES[event_type])
-    found = entries(pages, _audit_info, server.ledger, caller)
+    found = entries(pages, _audit_info, caller)
     return await streamed(_whole(b'{"entries":[', found, b"]}"))
 
 
@@ -131,10 +131,10 @@ async def _usage(server: Services, owner: str, start: float, end: float) -> Asyn
             event_info=_event_info(used.kind, used.amount),
         )
 
-    async for part in _whole(b'{"data":[', entries(pages(), event, server.ledger, owner), b'],"sessions":{'):
+    async for part in _whole(b'{"data":[', entries(pages(), event, owner), b'],"sessions":{'):
         yield part
     of_sessions = server.usage.metadata(owner, list(session_ids))
-    async for part in joined(of_sessions, _sessions, server.ledger, owner):
+    async for part in joined(of_sessions, _sessions, owner):
         yield part
     yield b"}}"
 

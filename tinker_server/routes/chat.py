@@ -73,7 +73,7 @@ def _answering(endpoint: ChatEndpoint) -> Handler:
     async def answer(http: Request, server: Server) -> Response:
         server.scheduler.require_open()
         content = await receive(http.stream())
-        request = await off_loop(len(content), read, endpoint, content)
+        request = await off_loop(http.state.owner, len(content), read, endpoint, content)
         parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
         first = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
         if first is None:
@@ -90,7 +90,7 @@ async def respond(http: Request, server: Server) -> Response:
     """Answer OpenAI's Responses by a chat completion."""
     server.scheduler.require_open()
     content = await receive(http.stream())
-    body, request = await off_loop(len(content), _translated, content)
+    body, request = await off_loop(http.state.owner, len(content), _translated, content)
     translation = Translation(body)
     parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
     first = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))

@@ -1,6 +1,5 @@
 """Routes that fetch results by long poll, one by one or per sampling session, and cancel samples."""
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -29,12 +28,11 @@ from api_schemas.weights import (
     SaveWeightsResponse,
 )
 from tinker_server.errors import BadRequest, ResultExpired, UnknownFuture, UnknownSampler
-from tinker_server.offload import INLINE_BYTES
+from tinker_server.offload import INLINE_BYTES, LARGE, off_loop
 from tinker_server.operations.table import OPERATIONS
 from tinker_server.store.futures.notifications import Target
 from tinker_server.store.futures.records import Result
 from tinker_server.web.deps import AppSettings, Caller, Futures, Samplers, SchedulerDep, Server
-from tinker_server.web.ledger import Ledger
 from tinker_server.web.refusals import BINARY, Described, refused
 
 router = APIRouter()
@@ -102,7 +100,7 @@ async def retrieve_future(
     if result.content_type != wire.PROTOBUF:
         return Response(result.body, media_type=result.content_type)
     if wire.PROTOBUF not in accept:
-        return _json_form(result, server.ledger, caller)
+        return _json_form(result, caller)
     size_bytes = len(result.body)
     if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and server.futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
@@ -158,14 +156,14 @@ def _checked(request_id: str) -> str:
     return request_id
 
 
-def _json_form(result: Result, ledger: Ledger, owner: str) -> Response:
+def _json_form(result: Result, owner: str) -> Response:
     """Convert a protobuf result for clients that accept no protobuf; a large one is encoded while it is sent."""
     json_form = OPERATIONS[result.operation_kind].json_form
     assert json_form is not None, f"{result.operation_kind} has a result in protobuf"
     parts = json_form(result.body)
     if len(result.body) <= INLINE_BYTES:
         return Response(b"".join(parts), media_type="application/json")
-    return StreamingResponse(_one_by_one(parts, ledger, owner), media_type="application/json")
+    return StreamingResponse(_one_by_one(parts, owner), media_type="application/json")
 
 
 async def _slices(body: bytes) -> AsyncIterator[bytes]:
@@ -173,10 +171,9 @@ async def _slices(body: bytes) -> AsyncIterator[bytes]:
         yield body[begin : begin + SLICE_BYTES]
 
 
-async def _one_by_one(parts: Iterator[bytes], ledger: Ledger, owner: str) -> AsyncIterator[bytes]:
+async def _one_by_one(parts: Iterator[bytes], owner: str) -> AsyncIterator[bytes]:
     while True:
-        async with ledger.encoding(owner):
-            part = await asyncio.to_thread(next, parts, None)
+        part = await off_loop(owner, LARGE, next, parts, None)
         if part is None:
             return
         yield part

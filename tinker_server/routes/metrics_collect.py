@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import CollectorRegistry
 
 from backends.protocol import BaseModel, EngineUse, GpuState, NodeState, ProcessState
+from tinker_server.offload import LARGE, off_loop
 from tinker_server.web.deps import Services
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
@@ -41,13 +42,12 @@ async def engine_uses(models: Mapping[str, BaseModel]) -> dict[str, EngineUse]:
     return {name: use for name, use in zip(models, uses, strict=True) if use is not None}
 
 
-async def read(server: Services) -> Reading:
-    """Read the current values."""
+async def read(server: Services, owner: str) -> Reading:
+    """Read the current values for an owner."""
     models = loaded(dict(server.models.served))
     engines = await engine_uses(models)
-    gpus, disk = await asyncio.gather(
-        asyncio.to_thread(server.backend.gpus), asyncio.to_thread(shutil.disk_usage, server.settings.data_dir)
-    )
+    gpus = await off_loop(owner, LARGE, server.backend.gpus)
+    disk = await off_loop(owner, LARGE, shutil.disk_usage, server.settings.data_dir)
     families = [
         *_queue(server),
         *_work(server),

@@ -1,6 +1,5 @@
 """Routes that create sampling sessions and sample from them."""
 
-import asyncio
 import secrets
 import time
 import uuid
@@ -29,6 +28,7 @@ from tinker_server.errors import (
     UnknownSampler,
     UnknownSession,
 )
+from tinker_server.offload import LARGE, off_loop
 from tinker_server.store.records import SamplingSession
 from tinker_server.web.deps import Caller, Samplers, Server
 from tinker_server.web.refusals import SUBMIT, refused
@@ -121,8 +121,7 @@ async def asample(
     if len(chunks) <= QUICK_CHUNKS and all(isinstance(chunk, EncodedTextChunk) for chunk in chunks):
         base.check_sample(request)
     else:
-        async with server.ledger.checking(caller):
-            size = await asyncio.to_thread(base.check_sample, request)  # it also parses images
+        size = await off_loop(caller, LARGE, base.check_sample, request)  # it also parses images
         submission = replace(submission, image_bytes=size.pixel_bytes)
     future = await submission.accept(server.scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]

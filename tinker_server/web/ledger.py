@@ -2,8 +2,8 @@
 a large result is read from the database.
 
 A body costs its length while it is received and handled. While it is decoded it also costs its decompressed length.
-A result costs its length until its client has read it. Fair queues grant all this, and the threads that check samples
-and encode results. Requests without an owner share one account.
+A result costs its length until its client has read it. Fair queues grant all this. Requests without an
+owner share one account.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,6 @@ RESULTS_OF_OWNER, RESULTS_OF_ALL = 1, 2
 """Budgets of results that are sent, in bodies of the largest size; a larger result is sent alone."""
 LEAST_BYTES = 64 << 10
 """Least cost of a request with a body: its connection, its buffers, its task."""
-DECODED_AT_ONCE = 4
-"""Bodies decoded at once, however small: each takes a thread."""
-CHECKS_OF_OWNER, CHECKS_OF_ALL = 1, 2
-"""Samples checked at once, each in a thread."""
 STALL_S, BYTES_PER_S = 60.0, 32 << 10
 """Longest pause of a body, and its least rate on the whole: eight parts of 60 MB that share an uplink of 1 MB/s come
 four times as fast."""
@@ -33,10 +29,8 @@ class Ledger:
     def __init__(self, max_body_bytes: int) -> None:
         self.bodies = _of_bytes(BODIES_OF_OWNER * max_body_bytes, BODIES_OF_ALL * max_body_bytes)
         self.results = _of_bytes(RESULTS_OF_OWNER * max_body_bytes, RESULTS_OF_ALL * max_body_bytes)
-        self._checks = Accounts(CHECKS_OF_OWNER, CHECKS_OF_ALL, _refusal("another sample is being checked"))
         self._max_body_bytes = max_body_bytes
         self._decoding = FairQueue(BODIES_DECODED * max_body_bytes)
-        self._encoding = FairQueue()
 
     @property
     def largest_bytes(self) -> int:
@@ -57,20 +51,7 @@ class Ledger:
 
     def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
         """Hold room for decoding a body that decompresses to so many bytes."""
-        least_bytes = BODIES_DECODED * self._max_body_bytes // DECODED_AT_ONCE
-        return self._decoding.grant(owner, "", max(size_bytes, least_bytes))
-
-    def checking(self, owner: str) -> AbstractAsyncContextManager[object]:
-        """Hold the grant to check a sample, whose images take a while. One owner's checks leave a thread to others.
-
-        Raises Busy if there is none for a while.
-        """
-        return self._checks.hold(owner, 1)
-
-    def encoding(self, owner: str) -> AbstractAsyncContextManager[object]:
-        """Hold the grant to encode one part of a result: threads that encode together would keep the interpreter from
-        the event loop."""
-        return self._encoding.grant(owner, "")
+        return self._decoding.grant(owner, "", size_bytes)
 
 
 def _of_bytes(of_owner: int, of_all: int) -> Accounts:

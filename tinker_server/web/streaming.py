@@ -1,6 +1,5 @@
 """Answers in JSON that are encoded and sent a part at a time, since they may have hundreds of thousands of entries."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
@@ -8,7 +7,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, TypeAdapter
 
 from api_schemas.wire import JSON
-from tinker_server.web.ledger import Ledger
+from tinker_server.offload import LARGE, off_loop
 
 T = TypeVar("T")
 _ENTRIES: TypeAdapter[list[BaseModel]] = TypeAdapter(list[BaseModel])
@@ -27,7 +26,7 @@ async def streamed(parts: AsyncIterator[bytes]) -> Response:
 
 
 async def entries(
-    pages: AsyncIterator[Sequence[T]], form: Callable[[T], BaseModel], ledger: Ledger, owner: str
+    pages: AsyncIterator[Sequence[T]], form: Callable[[T], BaseModel], owner: str
 ) -> AsyncIterator[bytes]:
     """Yield the entries of a JSON list without its brackets, page by page. They are made and encoded in a thread."""
 
@@ -35,17 +34,16 @@ async def entries(
         made = [form(one) for one in page]
         return _ENTRIES.dump_json(made, exclude_none=True, serialize_as_any=True)[1:-1]
 
-    async for part in joined(pages, encode, ledger, owner):
+    async for part in joined(pages, encode, owner):
         yield part
 
 
 async def joined(
-    pages: AsyncIterator[Sequence[T]], encode: Callable[[Sequence[T]], bytes], ledger: Ledger, owner: str
+    pages: AsyncIterator[Sequence[T]], encode: Callable[[Sequence[T]], bytes], owner: str
 ) -> AsyncIterator[bytes]:
     """Yield pages with commas between them, each encoded in a thread."""
     comma = b""
     async for page in pages:
-        async with ledger.encoding(owner):
-            part = await asyncio.to_thread(encode, page)
+        part = await off_loop(owner, LARGE, encode, page)
         yield comma + part
         comma = b","

@@ -3,7 +3,6 @@
 A refused operation still uses up its number, which the scheduler then does not wait for.
 """
 
-import asyncio
 import base64
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +22,7 @@ from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardRequest
 from tinker_server.errors import BadRequest
 from tinker_server.models.scheduler import Scheduler
-from tinker_server.offload import off_loop
+from tinker_server.offload import LARGE, off_loop
 from tinker_server.operations.table import OPERATIONS, OperationKind
 from tinker_server.store.futures.records import ImagePlace, Operation
 from tinker_server.web.asset_pointers import with_images
@@ -131,7 +130,7 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]
         content_type = _content_type(http, kind)
         pieces = [piece async for piece in http.stream()]
         # One long copy of a large body, during which Python lets other threads run.
-        body: bytes = await off_loop(sum(map(len, pieces)), b"".join, pieces)
+        body: bytes = await off_loop(models.caller, sum(map(len, pieces)), b"".join, pieces)
         encoding = http.headers.get("content-encoding", "identity")
         if encoding not in ("zstd", "identity"):
             raise BadRequest(f"Content-Encoding {encoding!r} is not supported; zstd is, or none")
@@ -139,11 +138,11 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]
         size_bytes = wire.decompressed_bytes(body, limit) if encoding == "zstd" else len(body)
         async with models.server.ledger.decoding(models.caller, size_bytes):
             if encoding == "zstd":
-                body = await off_loop(len(body), wire.decompress, body, limit)
+                body = await off_loop(models.caller, len(body), wire.decompress, body, limit)
             try:
-                request, digest, images = await off_loop(len(body), _decode, kind, body, content_type)
+                request, digest, images = await off_loop(models.caller, len(body), _decode, kind, body, content_type)
             except (ValidationError, wire.MalformedBody) as error:
-                numbered = await off_loop(len(body), _number_of, body, content_type)
+                numbered = await off_loop(models.caller, len(body), _number_of, body, content_type)
                 if numbered is not None:
                     name = FORWARD if numbered.forward_only else operation_kind
                     await models.note_refusal(numbered.model_id, numbered.seq_id, name)
@@ -162,7 +161,7 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]
             raise
         if with_files is None:
             return submission
-        return await asyncio.to_thread(submission.with_request, with_files)
+        return await off_loop(models.caller, LARGE, submission.with_request, with_files)
 
     return read
 

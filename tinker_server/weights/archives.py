@@ -6,12 +6,11 @@ They are deleted with the weights, and an hour after they were packed.
 import asyncio
 import tarfile
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from backends.files import written_aside
-from backends.processes.fair_queue import FairQueue
+from backends.processes.fair_threads import FairThreads
 from backends.protocol import ADAPTER_CONFIG_FILE
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
@@ -28,9 +27,8 @@ class Archives:
     def __init__(self, storage: Storage, holdings: Holdings) -> None:
         self._storage = storage
         self._holdings = holdings
-        self._queue = FairQueue(PACKED_AT_ONCE)
         self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._threads = ThreadPoolExecutor(PACKED_AT_ONCE, thread_name_prefix="packing")
+        self._threads = FairThreads(PACKED_AT_ONCE, "packing")
         self._packing: dict[str, asyncio.Task[None]] = {}
 
     async def get(self, directory: str, owner: str) -> Path:
@@ -49,16 +47,15 @@ class Archives:
         return archive
 
     async def _pack(self, directory: str, archive: Path, owner: str) -> None:
-        async with self._owners.setdefault(owner, asyncio.Lock()), self._queue.grant(owner, directory):
+        async with self._owners.setdefault(owner, asyncio.Lock()):  # the room is free until the archive takes it
             await self._holdings.require_room(owner, await self._storage.size_bytes(directory))
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, _pack, self._storage.path(directory), archive)
+            await self._threads.run(owner, _pack, self._storage.path(directory), archive)
 
     def close(self) -> None:
         """Start no more packing; running packing ends by itself."""
         for packing in self._packing.values():
             packing.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
 
 def _pack(directory: Path, archive: Path) -> None:

@@ -1,6 +1,5 @@
 """Saving of a model's weights: for training, for sampling (also directly into a sampling session), or for export."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from api_schemas.weights import (
 from backends.protocol import SavedForm, Trainer
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
 from tinker_server.models.model import Model
+from tinker_server.offload import on_files
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
 from tinker_server.weights import export
@@ -174,6 +174,6 @@ async def _export(trainer: Trainer, run: TrainingRun, directory: Path, recipient
     """
     await trainer.save(run.model_id, directory if run.trainable.full else directory / export.PEFT, "export")
     if not run.trainable.full:
-        await asyncio.to_thread(export.write_tinker_form, directory / export.PEFT, directory)
+        await on_files(run.owner, export.write_tinker_form, directory / export.PEFT, directory)
     if recipients:
-        await asyncio.to_thread(encrypt_files, directory, recipients)
+        await on_files(run.owner, encrypt_files, directory, recipients)

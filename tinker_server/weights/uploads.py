@@ -20,6 +20,7 @@ from api_schemas.weights import TinkerPath
 from backends.protocol import ADAPTER_FILE, BackendFailed, BaseModelInfo, ModelLost, ProcessDied
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, LimitReached, Unsupported, UploadFailed, failure
+from tinker_server.offload import on_files
 from tinker_server.store.records import Checkpoint
 from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
@@ -107,7 +108,7 @@ class Uploads:
             return path
         directory = self.folder.path(upload.upload_id)
         async with self.folder.unchanged(upload.upload_id):  # a file may still come, which was begun before
-            await asyncio.to_thread(_check_files, directory, upload)
+            await on_files(upload.owner, _check_files, directory, upload)
             if self._deaths[upload.upload_id] >= DEATHS:
                 raise BadRequest(f"the trainer ended {DEATHS} times while it read the upload {upload.upload_id}")
             try:
@@ -121,7 +122,7 @@ class Uploads:
     async def _save(self, upload: Upload, source: Path, path: TinkerPath, session_id: str) -> None:
         """Have the trainer read the adapter and save it, and record the weights with the run that they belong to."""
         stores, base, now = self._stores, self._stores.bases.base(upload.base_model), time.time()
-        trainable = await asyncio.to_thread(_trainable, upload, source, base.info)
+        trainable = await on_files(upload.owner, _trainable, upload, source, base.info)
         run = run_of_weights(upload.owner, (session_id, 0), (base.info.name, base.info.fingerprint), trainable, now)
         async with stores.storage.writing(*path) as directory:
             target = stores.storage.path(directory)
@@ -132,7 +133,7 @@ class Uploads:
                     await base.trainer.save(run.model_id, target / export.PEFT, "export")
                 finally:
                     await base.trainer.delete_model(run.model_id)
-            await asyncio.to_thread(export.write_tinker_form, target / export.PEFT, target)
+            await on_files(run.owner, export.write_tinker_form, target / export.PEFT, target)
             async with stores.holdings.weights(run.owner, directory) as size_bytes:
                 await stores.storage.flush(directory)
                 await base.sampler.publish(target / export.PEFT, run.owner)

@@ -1,6 +1,5 @@
 """The data of a run's curves: recorded steps, and the metrics that the client reported."""
 
-import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from fastapi import APIRouter, Depends, Query, Response
 
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.viewer import Viewing
+from tinker_server.offload import LARGE, off_loop
 from tinker_server.store.client_metrics import Metric
 from tinker_server.store.steps import Point
 from tinker_server.web.deps import Server
@@ -57,7 +57,7 @@ async def curves(run_id: str, server: Server, viewer: Viewing, asked: Asked) -> 
     end = 0 if newest is None else newest.step
     last = min(asked.last, end)
     points = await server.steps.points(run_id, min(asked.first, last), last, MOST)
-    body = await asyncio.to_thread(_columns, points, end)
+    body = await off_loop(viewer.owner, LARGE, _columns, points, end)
     return Response(body, media_type="application/json")
 
 
@@ -77,7 +77,7 @@ async def metrics(
     end = await server.client_metrics.last_step(run_id) or 0
     bounds = (asked.first, min(asked.last, end))
     points = await server.client_metrics.points(run_id, wanted, bounds, MOST)
-    body = await asyncio.to_thread(_metric_columns, names, important, points, end)
+    body = await off_loop(viewer.owner, LARGE, _metric_columns, names, important, points, end)
     return Response(body, media_type="application/json")
 
 

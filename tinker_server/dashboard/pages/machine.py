@@ -1,6 +1,5 @@
 """The machine's page: queues, processes, engines, disk, and traces to download."""
 
-import asyncio
 import json
 import shutil
 import time
@@ -19,6 +18,7 @@ from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
+from tinker_server.offload import LARGE, off_loop
 from tinker_server.routes.metrics_collect import loaded
 from tinker_server.store.catalog import Page, Scope
 from tinker_server.store.futures.records import Operation
@@ -67,13 +67,14 @@ async def show_now(request: Request, server: Server, viewer: Viewing) -> Respons
 
 
 @router.get("/history.json")
-async def show_history(server: Server, _: Viewing) -> Response:
+async def show_history(server: Server, viewer: Viewing) -> Response:
     """Return the machine's load over the last day, a line for each measure and its base model or GPU."""
     found = await server.machine_history.since(time.time() - KEPT_S)
     lines = [
         {"measure": measure, "of": of, "at": line.at, "value": line.value} for (measure, of), line in found.items()
     ]
-    return Response(await asyncio.to_thread(json.dumps, {"lines": lines}), media_type="application/json")
+    body = await off_loop(viewer.owner, LARGE, json.dumps, {"lines": lines})
+    return Response(body, media_type="application/json")
 
 
 @router.get("/traces/{session_id}")
@@ -85,12 +86,13 @@ async def download_trace(session_id: str, server: Server, viewer: Viewing, url: 
 
 async def _now(server: Services, viewer: Viewer) -> dict[str, object]:
     queues = await _queues(server, viewer)
-    states = [await _state(name, base, queues) for name, base in loaded(dict(server.models.served)).items()]
-    disk = await asyncio.to_thread(shutil.disk_usage, server.settings.data_dir)
-    gpus = await asyncio.to_thread(server.backend.gpus)
+    states = [await _state(name, base, queues, viewer) for name, base in loaded(dict(server.models.served)).items()]
+    disk = await off_loop(viewer.owner, LARGE, shutil.disk_usage, server.settings.data_dir)
+    gpus = await off_loop(viewer.owner, LARGE, server.backend.gpus)
     saved = await server.catalog.storage(viewer.owner, None, time.time())
     log_bytes = server.scheduler.log_bytes
-    own_process = (ProcessState("server", psutil.Process().pid, True, 0), await asyncio.to_thread(_memory, None))
+    own_bytes = await off_loop(viewer.owner, LARGE, _memory, None)
+    own_process = (ProcessState("server", psutil.Process().pid, True, 0), own_bytes)
     return {
         "bases": states,
         "disk": disk,
@@ -130,9 +132,9 @@ async def _base_model(server: Services, operation: Operation) -> str:
     return "" if run is None else run.base_model
 
 
-async def _state(name: str, base: BaseModel, queues: dict[str, list[Waiting]]) -> BaseState:
+async def _state(name: str, base: BaseModel, queues: dict[str, list[Waiting]], viewer: Viewer) -> BaseState:
     queue = queues.get(name, [])
-    memory = await asyncio.to_thread(lambda: [(one, _memory(one.pid)) for one in base.processes()])
+    memory = await off_loop(viewer.owner, LARGE, lambda: [(one, _memory(one.pid)) for one in base.processes()])
     return BaseState(name, memory, await base.engine_use(), queue[:SHOWN], Counter(one.runs for one in queue))
 
 

@@ -98,7 +98,7 @@ async def show_samples(request: Request, server: Server, viewer: Viewing, client
     shown = [one for one in found if not client or (one.sampler_id or NO_CLIENT) == client]
     shown = [one for one in shown if not run or _run_of(one.of) == run]
     origins = {of: await _origin(server, viewer, of) for of in {one.of for one in shown}}
-    previews = [await off_loop(one.size_bytes, _preview, server, one, origins[one.of]) for one in shown]
+    previews = [await off_loop(viewer.owner, one.size_bytes, _preview, server, one, origins[one.of]) for one in shown]
     filters = {"clients": clients, "client": client, "no_client": NO_CLIENT, "runs": runs, "run": run}
     values = {"previews": previews, "most_images": THUMBNAILS, "per_owner": server.gallery.per_owner}
     return page(request, "samples.html", {**values, **filters, "on_disk": server.settings.samples_disk_bytes})
@@ -108,7 +108,7 @@ async def show_samples(request: Request, server: Server, viewer: Viewing, client
 async def show_sample(request: Request, sample_id: str, server: Server, viewer: Viewing) -> Response:
     """Show one prompt and its continuations."""
     shown = _require(server, viewer, sample_id)
-    parts, completions = await off_loop(shown.size_bytes, _opened, server, shown)
+    parts, completions = await off_loop(viewer.owner, shown.size_bytes, _opened, server, shown)
     origin = await _origin(server, viewer, shown.of)
     values = {"shown": shown, "origin": origin, "parts": parts, "completions": completions}
     return page(request, "sample.html", values)
