@@ -6,7 +6,7 @@ billions of states. These bounds limit how large a small body can become.
 
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from re import _constants as sre_constants  # type: ignore[attr-defined, unused-ignore]
 from re import _parser as sre_parser  # type: ignore[attr-defined, unused-ignore]
 
@@ -28,8 +28,8 @@ MAX_BIASES = 4096
 """Entries of logit_bias."""
 MAX_VALUES = 1 << 16
 """JSON values of a body, without `prompt`, whose token ids may fill a context."""
-MAX_PATTERN = 4096
-"""Characters of a regular expression in a schema."""
+MAX_PATTERN, MAX_PATTERNS = 4096, 16 << 10
+"""Characters of a regular expression in a schema, and of all in a request, which take up to 0.2 s to check."""
 MAX_REPETITION = 10_000
 """Largest product of the counts of nested repetitions, with which the engine's cost per step grows."""
 _REPEATS = (sre_constants.MAX_REPEAT, sre_constants.MIN_REPEAT, sre_constants.POSSESSIVE_REPEAT)
@@ -51,9 +51,7 @@ def require_bounded(body: Mapping[str, object]) -> None:
                 raise BadField(f"{field} has more than {MAX_PARTS} parts in its messages", field)
             for name in _PARTS:
                 _require_objects(part.get(name), f"{where}.{name}", MAX_PARTS)
-    for field in ("response_format", "tools"):
-        for pattern in _patterns(body.get(field)):
-            _require_quick_pattern(pattern, field)
+    _require_quick_patterns({field: list(_patterns(body.get(field))) for field in ("response_format", "tools")})
     _require_format(body.get("response_format"))
     for field, most in MAX_STOPS.items():
         _require_stops(body.get(field), field, most)
@@ -153,9 +151,25 @@ def _patterns(value: object) -> Iterator[str]:
             yield from _patterns(one)
 
 
+def _require_quick_patterns(patterns: Mapping[str, Sequence[str]]) -> None:
+    """Refuse patterns by their lengths before the first is parsed."""
+    left = MAX_PATTERNS
+    for field, of_field in patterns.items():
+        if (longest := max(map(len, of_field), default=0)) > MAX_PATTERN:
+            raise BadField(f"{field} has a pattern of {longest} characters; {MAX_PATTERN} are allowed", field)
+        left -= sum(map(len, of_field))
+        if left < 0:
+            raise BadField(
+                f"the patterns of response_format and tools have {MAX_PATTERNS - left} characters;"
+                f" {MAX_PATTERNS} are allowed in one request",
+                field,
+            )
+    for field, of_field in patterns.items():
+        for pattern in dict.fromkeys(of_field):
+            _require_quick_pattern(pattern, field)
+
+
 def _require_quick_pattern(pattern: str, field: str) -> None:
-    if len(pattern) > MAX_PATTERN:
-        raise BadField(f"{field} has a pattern of {len(pattern)} characters; {MAX_PATTERN} are allowed", field)
     try:
         repeated = _repetition(sre_parser.parse(pattern))
     except RecursionError:

@@ -1,6 +1,7 @@
 """Chat requests are bounded before vLLM's models parse them."""
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -143,6 +144,25 @@ def test_patterns_repeat_a_bounded_number_of_times(pattern, named):
     for fields in (asking(pattern), {"tools": [{"function": asking(pattern)}]}):
         with pytest.raises(BadField, match=named):
             read("chat_completions", body(**fields))
+
+
+def schema_of(patterns: list[str]) -> dict[str, Any]:
+    return {"properties": {str(number): {"pattern": pattern} for number, pattern in enumerate(patterns)}}
+
+
+@pytest.mark.parametrize("in_tools", [0, 75, 150])
+def test_patterns_are_counted_together_before_the_first_is_parsed(in_tools: int) -> None:
+    """Each alone is let in, and takes some 30 ms to parse."""
+    patterns = [f"{number:04}" + "(a?)" * 1023 for number in range(150)]
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema_of(patterns[in_tools:])}}
+    tools = [{"function": {"name": "f", "parameters": schema_of(patterns[:in_tools])}}]
+    content = body(response_format=form, tools=tools)
+    began = time.process_time()
+    with pytest.raises(BadField, match=r"response_format and tools have \d+ characters; 16384 are allowed"):
+        read("chat_completions", content)
+    assert time.process_time() - began < 1
+    tools = [{"function": {"name": "f", "parameters": schema_of(patterns[:4])}}]
+    assert read("chat_completions", body(tools=tools)).body["tools"] == tools
 
 
 @pytest.mark.parametrize(
