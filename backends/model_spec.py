@@ -82,7 +82,8 @@ class ModelSpec(BaseModelInfo):
     silence_s: float
     """A sampler that has work and takes no step for so long is ended."""
     scratch_dir: Path
-    """The sampler's own links to adapters in use, on its machine; each of several engines has a part of it."""
+    """The sampler's own links to the base's files and to adapters in use, on its machine; each of several engines has a
+    part of it."""
     compiled_dir: Path | None = None
     """Directory in which torch, Triton and vLLM keep compiled kernels from one start to the next; None: their own."""
     routing_dir: Path | None = None

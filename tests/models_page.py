@@ -85,6 +85,11 @@ docs/performance.md has figures of larger models.
 |---|---|---|---|---|---|---|---|
 """
 NOTES = """
+- **Files.** Weights are in `model.safetensors`, or in the files that `model.safetensors.index.json` names. Trainer,
+  engine and memory plan read these, and config, tokenizer and processor as transformers has them; vLLM gets links to
+  these files alone. Other layouts beside them, such as Mistral's `consolidated.safetensors` and `params.json`, variants
+  (`model.fp16.safetensors`) and `original/`, are not read. Refused by name: both sets of weights, a missing file of the
+  index, a tensor in two files, `adapter_config.json`, `hf_quant_config.json`, `transformers_weights` in the config.
 - **Inputs.** Video and audio are refused for every kind.
 - **Vision tower.** It is frozen by default. With `--train-vision`, its linear layers and those of its mergers are
   trained in the Qwen kinds (`model.visual`), and trainer and engine agree. The embedding of patches stays frozen.

@@ -1,7 +1,6 @@
 """Map a base's weights from the process that holds them, and compare them with the files. Imports no vLLM: that would
 switch off the trainer's fastest attention."""
 
-import json
 import logging
 import pickle
 import random
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.base_weights.name_map import View
 from backends.base_weights.shared_memory import SharedTensor
+from backends.formats.base_files import weight_files
 from backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed, packed_bytes
 from backends.protocol import BackendFailed
 
@@ -98,12 +98,9 @@ class Files:
         self._dtype, self._staying = dtype, staying
         self._opened = ExitStack()
         self._by_name: dict[str, _File] = {}
-        index = directory / "model.safetensors.index.json"
-        named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
-        for path in sorted(directory.glob("*.safetensors")):
-            if named is None or path.name in named:
-                file = self._opened.enter_context(safe_open(path, "pt"))
-                self._by_name |= dict.fromkeys(file.keys(), file)
+        for path in weight_files(directory):
+            file = self._opened.enter_context(safe_open(path, "pt"))
+            self._by_name |= dict.fromkeys(file.keys(), file)
 
     def __enter__(self) -> "Files":
         return self

@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from backends.cluster.handshake import Connection, connect
-from backends.formats.model_files import fingerprint, needed_files
+from backends.formats.base_files import needed_files
+from backends.formats.model_files import fingerprint
 from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)

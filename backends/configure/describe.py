@@ -16,6 +16,7 @@ from backends.families import nemotron_h
 from backends.families.coverage import check_coverage, fp8_linears
 from backends.families.rotation import check_rotation
 from backends.formats import block_fp8
+from backends.formats.base_files import text_files
 from backends.formats.model_files import (
     check_tokenizer,
     count_parameters,
@@ -200,6 +201,7 @@ def _longest_context(config: BackendConfig, device: Device) -> int:
 
 def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     """Raises BackendFailed if config, tokenizer or processor cannot be used."""
+    text_files(directory)  # refuses what would give them another meaning
     try:
         renderer = Renderer(
             str(directory), image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels

@@ -9,20 +9,21 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from http import HTTPStatus
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PretrainedConfig
 
+from backends.formats.base_files import CONFIG_FILE, OTHER_LAYOUTS, link_files, needed_files, text_files, weight_files
 from backends.protocol import BackendFailed, Unavailable
 
 log = logging.getLogger(__name__)
-_NOT_NEEDED = ["*.bin", "*.pth", "*.gguf", "original/*"]
-"""Weights in other formats than safetensors."""
 _MB = 1e6
 _SAMPLE_BYTES = 256
 """Bytes from the middle of each tensor, for its fingerprint: training of any kind changes nearly every number."""
@@ -38,7 +39,7 @@ def local_directory(source: str) -> Path:
         raise BackendFailed(f"model directory {source} does not exist")
     _announce_download(source)
     try:
-        return Path(snapshot_download(source, ignore_patterns=_NOT_NEEDED))
+        return Path(snapshot_download(source, ignore_patterns=OTHER_LAYOUTS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         kind = Unavailable if _may_pass(error) else BackendFailed
@@ -60,7 +61,7 @@ def _may_pass(error: BaseException) -> bool:
 def _announce_download(source: str) -> None:
     """Log how much the hub will send, before it does. Raises BackendFailed if the disk has no room for it."""
     try:
-        files = snapshot_download(source, ignore_patterns=_NOT_NEEDED, dry_run=True)
+        files = snapshot_download(source, ignore_patterns=OTHER_LAYOUTS, dry_run=True)
     except (HfHubHTTPError, HFValidationError, OSError):
         return  # the hub does not answer; the files may be here all the same
     missing = [one.file_size or 0 for one in files if one.will_download]
@@ -76,20 +77,13 @@ def _announce_download(source: str) -> None:
     log.info("downloading %s from the hub: %d files, %.0f MB, into %s", source, len(missing), sum(missing) / _MB, cache)
 
 
-def needed_files(directory: Path) -> dict[str, Path]:
-    """Return the files that a model is served from, by their names within its directory."""
-    found = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    return {
-        name: path
-        for name, path in found.items()
-        if not name.startswith(".") and not any(fnmatch(name, one) for one in _NOT_NEEDED)
-    }
-
-
 def check_tokenizer(directory: Path) -> None:
-    """Raises BackendFailed without a tokenizer, which the sampler needs for stop strings."""
+    """Raises BackendFailed without a tokenizer, which the sampler needs for stop strings; it is read from the files
+    that the engine gets."""
+    files = {path.relative_to(directory).as_posix(): path for path in text_files(directory)}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        with TemporaryDirectory() as links:
+            tokenizer = AutoTokenizer.from_pretrained(link_files(files, Path(links) / "model"))
     except Exception as error:  # noqa: BLE001 - transformers raises what it happens to meet first
         raise BackendFailed(f"{directory}: no usable tokenizer: {str(error).splitlines()[0]}") from None
     # If the files are missing, transformers makes one up that knows its special tokens and no others.
@@ -98,8 +92,8 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def count_parameters(directory: Path) -> int:
-    """Count parameters by the headers of the safetensors files. Raises BackendFailed if there are none."""
-    total = sum(math.prod(tensor.shape) for path in _weight_files(directory) for tensor in _read_header(path))
+    """Count parameters by the headers of the files of the weights. Raises BackendFailed if there are none."""
+    total = sum(math.prod(tensor.shape) for _, tensor in _tensors(directory))
     if total == 0:
         raise BackendFailed(f"{directory}: no safetensors weights")
     return total
@@ -107,12 +101,12 @@ def count_parameters(directory: Path) -> int:
 
 def tensor_bytes(directory: Path) -> dict[str, int]:
     """Return the bytes of each tensor in the safetensors files."""
-    return {tensor.name: tensor.num_bytes for path in _weight_files(directory) for tensor in _read_header(path)}
+    return {tensor.name: tensor.num_bytes for _, tensor in _tensors(directory)}
 
 
 def tensor_layouts(directory: Path) -> dict[str, tuple[str, list[int]]]:
     """Return the type and shape of each tensor in the safetensors files, as they name them."""
-    return {one.name: (one.dtype, one.shape) for path in _weight_files(directory) for one in _read_header(path)}
+    return {one.name: (one.dtype, one.shape) for _, one in _tensors(directory)}
 
 
 def quantisation(config: PretrainedConfig) -> Mapping[str, Any] | None:
@@ -138,14 +132,16 @@ def fingerprint(directory: Path) -> str:
 
     It covers the config, every tensor's name, type and shape, and a sample of its numbers. It is the same wherever the
     files are and however the tensors are spread over them; it takes some milliseconds for every hundred tensors.
+    Raises BackendFailed for a directory whose files may be read in two ways.
     """
-    config = json.loads((directory / "config.json").read_text())
+    needed_files(directory)
+    config = json.loads((directory / CONFIG_FILE).read_text())
     for key in ("transformers_version", "_name_or_path"):  # fields about the program that wrote it
         config.pop(key, None)
     parts = []
-    for path in _weight_files(directory):
+    for path, tensors in groupby(_tensors(directory), key=itemgetter(0)):
         with path.open("rb") as file:
-            for tensor in _read_header(path):
+            for _, tensor in tensors:
                 file.seek(tensor.begin + max(0, tensor.num_bytes - _SAMPLE_BYTES) // 2)
                 sample = file.read(min(_SAMPLE_BYTES, tensor.num_bytes))
                 parts.append((tensor.name, tensor.dtype, tensor.shape, sample.hex()))
@@ -164,8 +160,14 @@ class _Tensor:
     num_bytes: int
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.safetensors"))
+def _tensors(directory: Path) -> Iterator[tuple[Path, _Tensor]]:
+    """Yield each tensor of the weights with its file. Raises BackendFailed, naming both files, if two have it."""
+    found: dict[str, Path] = {}
+    for path in weight_files(directory):
+        for tensor in _read_header(path):
+            if (other := found.setdefault(tensor.name, path)) != path:
+                raise BackendFailed(f"{directory} has {tensor.name} twice: in {other.name} and in {path.name}")
+            yield path, tensor
 
 
 def _read_header(path: Path) -> Iterator[_Tensor]:

@@ -2,6 +2,8 @@
 
 import contextlib
 import secrets
+from dataclasses import replace
+from pathlib import Path
 
 import vllm
 from transformers import AutoConfig, GenerationConfig
@@ -11,6 +13,7 @@ from backends.families.coverage import fp8_linears
 from backends.families.family import Vision
 from backends.families.lora_names import ENGINE_MODULES
 from backends.families.registry import find_family
+from backends.formats.base_files import link_files, needed_files
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.patches import for_device, require_as_written
@@ -37,12 +40,21 @@ def check_version(found: str = vllm.__version__, device: str = "cpu") -> None:
     require_as_written(for_device(PATCHES, device))
 
 
+def with_own_links(spec: ModelSpec, links: Path) -> ModelSpec:
+    """Return the spec of a process that reads the model by links to the files that the trainer reads: vLLM takes what
+    else it finds in a directory. Raises BackendFailed as `needed_files`."""
+    return replace(spec, directory=str(link_files(needed_files(Path(spec.directory)), links.absolute())))
+
+
 def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
-    """Return the arguments of vLLM's engine for this model on this device."""
+    """Return the arguments of vLLM's engine for this model, in its directory of links, on this device."""
     # The size is each rank's: of the heads of keys, each has its part.
     kv_cache_bytes = None if config.kv_cache_bytes is None else config.kv_cache_bytes // config.tensor_parallel
     return AsyncEngineArgs(
         model=config.directory,
+        # By itself vLLM would choose config, tokenizer and weights in Mistral's own format if they are there.
+        config_format="hf",
+        tokenizer_mode="hf",
         dtype=config.dtype,
         # Samples without a seed of their own should not repeat when the engine starts again.
         seed=secrets.randbelow(2**31),
@@ -61,7 +73,7 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
         enable_log_requests=False,
         hf_overrides=_config_changes(config),
         **_device_args(config),
-        **({} if config.base_dir is None else _mapping_args(config)),
+        **({"load_format": "safetensors"} if config.base_dir is None else _mapping_args(config)),
         **({} if config.tensor_parallel == 1 else _parallel_args(config, vision)),
         **({} if config.full else _adapter_args(config, vision)),
         **({} if vision is None else _vision_args(config, vision)),

@@ -5,6 +5,7 @@ dies, so that the server notices.
 """
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -39,7 +40,7 @@ from backends.sampler.commands import (
     ShareRunning,
     Start,
 )
-from backends.sampler.engine import check_version, end_tokens, engine_args
+from backends.sampler.engine import check_version, end_tokens, engine_args, with_own_links
 from backends.sampler.fair_admission import FairAdmission
 from backends.sampler.full_models import FullModelLoader
 from backends.sampler.grammars import Grammars
@@ -49,6 +50,8 @@ from backends.sampler.sequences import Sequences, end_process, ending_with, scor
 from backends.sampler.versions import VersionCache
 from backends.sampler.vllm_patches.routed_experts import allow_on_cpu, keep_routing
 
+_MODEL, _VERSIONS = "model", "versions"
+"""Folders of an engine's scratch directory: links to the base's files, and to those of weights in use."""
 _WATCH_S = 0.2
 _GIVE_BACK_S = 60.0
 """Interval at which freed memory is given back while there is work. It takes 0.1 to 0.2 ms for each MiB."""
@@ -87,6 +90,8 @@ class SamplerProcess:
     async def start(cls, spec: ModelSpec, progress: Progress | None = None) -> "SamplerProcess":
         """Load the model; `progress` gets its activity. Raises BackendFailed for another version of vLLM."""
         check_version(device=spec.device)
+        shutil.rmtree(spec.scratch_dir, ignore_errors=True)
+        spec = with_own_links(spec, spec.scratch_dir / _MODEL)
         renderer = Renderer(
             spec.directory,
             image_cache_bytes=spec.image_cache_bytes,
@@ -193,10 +198,10 @@ class SamplerProcess:
 async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> VersionCache:
     """Return the weights that the engine samples from."""
     if not spec.full:
-        return VersionCache(spec.scratch_dir, AdapterLoader(engine, renderer, spec.dtype))
+        return VersionCache(spec.scratch_dir / _VERSIONS, AdapterLoader(engine, renderer, spec.dtype))
     token_ids = load_check_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
     base = LoadCheck(token_ids, (await score(engine, token_ids, None)).tolist())
-    return VersionCache(spec.scratch_dir, FullModelLoader(engine, renderer, spec, base))
+    return VersionCache(spec.scratch_dir / _VERSIONS, FullModelLoader(engine, renderer, spec, base))
 
 
 async def main() -> None:

@@ -38,7 +38,7 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.processes.rpc import KeepWaiting, OnPart, serve
-from backends.sampler.engine import check_version, engine_args, layout_args
+from backends.sampler.engine import check_version, engine_args, layout_args, with_own_links
 from backends.sampler.vllm_patches.block_fp8 import staying
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     def __init__(self, spec: ModelSpec, gpu: int | None) -> None:
         self._socket = spec.base_socket(gpu)
-        self._spec = spec
+        self._spec = spec = with_own_links(spec, self._socket.with_suffix(".files"))
         self._views: dict[str, View] = {}
         self._shared: dict[int, SharedTensor] = {}
         meeting = f"file://{self._socket.with_suffix(f'.{os.getpid()}')}"

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backends.formats.base_files import text_files
 from backends.formats.load_check import LoadCheck
 from backends.protocol import LOAD_CHECK_FILE, InvalidInput
 from backends.trainer import checkpoint_files
@@ -25,8 +26,7 @@ from backends.trainer.trained_weights import GradientState
 
 MASTERS_FILE = "masters.safetensors"
 _MAX_SHARD = "5GB"
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Files of the base that hold weights in other forms."""
+_LICENSE = "LICENSE*"
 _STEP, _WEIGHTS = "step", "weights"
 
 
@@ -57,8 +57,8 @@ class FullFiles:
 
         def write(aside: Path) -> None:
             base.save_pretrained(aside, state_dict=tensors, max_shard_size=_MAX_SHARD)
-            for file in self._source.iterdir():
-                if file.is_file() and not file.name.endswith(_NOT_COPIED) and not (aside / file.name).exists():
+            for file in [*text_files(self._source), *self._source.glob(_LICENSE)]:
+                if file.parent == self._source and not (aside / file.name).exists():
                     shutil.copyfile(file, aside / file.name)
             (aside / LOAD_CHECK_FILE).write_text(json.dumps(load_check.to_metadata()))
 

@@ -73,8 +73,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     numbers, length = secrets.token_bytes(5 << 20), 5 << 20
     header = f'{{"a": {{"dtype": "U8", "shape": [{length}], "data_offsets": [0, {length}]}}}}'.encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
-    (directory / "templates").mkdir()
-    (directory / "templates/chat.jinja").write_text("")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates/tools.jinja").write_text("")
     (directory / "pytorch_model.bin").write_bytes(bytes(1000))
     return directory
 
