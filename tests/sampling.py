@@ -17,9 +17,11 @@ from api_schemas.inputs import Datum, ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import Trainable
 from backends.families.qwen3_vl import mrope_positions
+from backends.formats.load_check import LoadCheck
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec, Placement
 from backends.protocol import InvalidInput, SamplingTask
+from backends.sampler.client import ScoreBase
 from backends.sampler.pool import SamplerPool
 from backends.trainer.checkpoint_files import write_adapter, write_directory
 from backends.trainer.rank import TrainerRank
@@ -35,6 +37,15 @@ TARGETS = r".*\.layers\..*\.(q|k|v|o|gate|up|down)_proj|.*lm_head"
 def sampler_config(source: Path, scratch_dir: Path) -> ModelSpec:
     placement = Placement(sampler_fraction=0.4)
     return replace(tiny_spec(source), max_context_length=4096, scratch_dir=scratch_dir, placement=placement)
+
+
+def scores_of(base: LoadCheck) -> ScoreBase:
+    """As a trainer gives them that has started."""
+
+    async def score_base() -> LoadCheck:
+        return base
+
+    return score_base
 
 
 RANKS = {"small": 4, "large": 24, "third": 8, "fourth": 1, "fifth": 64}

@@ -93,7 +93,8 @@ def make_models(found: Mapping[str, FoundModel], *, may_grow: bool = False) -> d
             texts = TokenTexts(Path(one.spec.directory))
             base = BaseWeights(one.spec)
             trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
-            sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler, they_wait=True), may_grow=may_grow)
+            start_engines = base.mapped_by(launch_sampler, they_wait=True)
+            sampler = SamplerPool(base.spec, start_engines, may_grow=may_grow, score_base=trainer.score_base)
             made[one.spec.directory] = LocalModel(one.spec, base, trainer, sampler, one.renderer, texts)
     return {name: replace(made[one.spec.directory], spec=one.spec) for name, one in found.items()}
 

@@ -18,12 +18,17 @@ import numpy as np
 from PIL import Image
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed, InvalidInput
 
 _KEY = "canary"
 _NUM_TOKENS, _PERIOD = 15, 5
 """With the token that an engine samples after them they fit into the smallest context window. They repeat, so that the
 later ones are likely and the first are not."""
+BASE_TOKENS = 62
+"""Tokens of the text by which engine and trainer compare their bases, or as many as the context window holds. They are
+many because rounding sends a few to other experts, one in a hundred of a small random mixture in bfloat16, which moves
+each by up to 1.5 nats."""
 _IMAGE_SIDE = 64
 """Pixels; processors enlarge the image to the smallest that their model takes."""
 _TOLERANCE = {"float32": (1e-3, 1e-4), "bfloat16": (0.05, 0.01)}
@@ -66,6 +71,26 @@ class LoadCheck:
         """Check as `check_same`, but the text behind the image."""
         _check_same("a text behind a test image", np.array(self.logprobs_behind_image), logprobs, dtype)
 
+    def require_same_base(self, other: "LoadCheck", spec: ModelSpec, whose: str) -> list[str]:
+        """Compare the trainer's scores of a base with another one's, named by `whose`, and say how much they differ.
+        Raises BackendFailed if rounding does not explain it."""
+        found = []
+        for what, own, others in (
+            ("a text", self.logprobs, other.logprobs),
+            ("a text behind an image", self.logprobs_behind_image, other.logprobs_behind_image),
+        ):
+            if not len(own):
+                continue
+            difference, is_rounding = compare(np.array(others), np.array(own), spec.dtype)
+            found.append(f"{whose} scores {what} by the base {difference:.2g} nats a token from the trainer")
+            if not is_rounding:
+                raise BackendFailed(
+                    f"{spec.name}: {found[-1]}, which is more than rounding in {spec.dtype} makes: they do not compute"
+                    f" the same model. Look at the files in {spec.directory}, whether they have changed since the"
+                    " trainer read them, and at the fields of config.json that are not those of the published model"
+                )
+        return found
+
     def to_metadata(self) -> dict[str, str]:
         """Encode for the header of a safetensors file."""
         image = [base64.b64encode(self.image).decode(), list(self.logprobs_behind_image)] if self.image else []
@@ -98,10 +123,12 @@ def compare(logprobs: np.ndarray, expected: np.ndarray, dtype: str) -> tuple[flo
     return difference, difference <= absolute + relative * float(np.abs(expected).mean())
 
 
-def load_check_tokens(vocab_size: int, placeholders: Collection[int]) -> np.ndarray:
+def load_check_tokens(vocab_size: int, placeholders: Collection[int], num_tokens: int = _NUM_TOKENS) -> np.ndarray:
     """Return [T] int64: a few ids from the first half of the vocabulary, repeated; none of an image's."""
-    ids = [token for token in range(1, vocab_size // 2, max(1, vocab_size // 20)) if token not in placeholders]
-    return np.resize(np.array(ids[:_PERIOD], np.int64), _NUM_TOKENS)
+    period = num_tokens * _PERIOD // _NUM_TOKENS
+    step = max(1, vocab_size // (4 * period))
+    ids = [token for token in range(1, vocab_size // 2, step) if token not in placeholders]
+    return np.resize(np.array(ids[:period], np.int64), num_tokens)
 
 
 def load_check_image() -> bytes:
@@ -114,7 +141,11 @@ def load_check_image() -> bytes:
     return file.getvalue()
 
 
+def text_input(token_ids: Sequence[int] | np.ndarray) -> ModelInput:
+    """Return a text."""
+    return ModelInput(chunks=[EncodedTextChunk(tokens=np.array(token_ids, np.int32))])
+
+
 def image_and_text(image: bytes, token_ids: Sequence[int]) -> ModelInput:
     """Return an image, then a text."""
-    text = EncodedTextChunk(tokens=np.array(token_ids, np.int32))
-    return ModelInput(chunks=[ImageChunk(data=image, format="png"), text])
+    return ModelInput(chunks=[ImageChunk(data=image, format="png"), *text_input(token_ids).chunks])

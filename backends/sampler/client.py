@@ -6,18 +6,18 @@ Imports no vLLM: the engine is in the child (`process.py`) and in further proces
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from api_schemas.inputs import EncodedTextChunk, ModelInput
+from api_schemas.inputs import ModelInput
 from api_schemas.sampling import SampleRequest, SamplingParams
-from backends.formats.load_check import compare
+from backends.formats.load_check import BASE_TOKENS, LoadCheck, compare, text_input
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import StartWorkers
@@ -31,13 +31,11 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Sending = dict[Path, asyncio.Task[None]]
 """Weights that travel to another machine now, by their directory here."""
+ScoreBase = Callable[[], Awaitable[LoadCheck]]
+"""Gives the trainer's scores of a text by the base alone, once it has started."""
 
 _ENGINE_USE_S = 0.5
 """Longest wait for an engine's counts: an answer that is not there at once is not worth waiting for."""
-_FIRST_TOKENS = 62
-"""Tokens that an engine draws first, after the vocabulary's first, or as many as its context window holds. One that
-dies of this is no engine: no request is the culprit. They are many because rounding sends a few to other experts, one
-in a hundred of a small random mixture in bfloat16, which moves each by up to 1.5 nats."""
 
 
 @dataclass(eq=False)
@@ -58,11 +56,17 @@ class EngineClient:
     """One engine, its process and the requests that it has."""
 
     def __init__(
-        self, spec: ModelSpec, start_workers: StartWorkers, *, is_alone: bool, sending: Sending | None = None
+        self,
+        spec: ModelSpec,
+        start_workers: StartWorkers,
+        *,
+        is_alone: bool,
+        sending: Sending | None = None,
+        score_base: ScoreBase | None = None,
     ) -> None:
         """If it `is_alone` in its pool, it is started again when somebody asks for it, else by itself. An engine on
-        another machine has `sending` in common with the others there."""
-        self._spec = spec
+        another machine has `sending` in common with the others there. `score_base` as the pool's."""
+        self._spec, self._score_base = spec, score_base
         self.number = spec.engine or 0
         self.name = "the sampler" if is_alone else f"engine {self.number} of the sampler"
         self.is_gone = False
@@ -160,28 +164,46 @@ class EngineClient:
         await child.call(Start(self._spec), on_part=emit)
         emit(Loading("draws and scores a first text"))
         await _check_kernels(child, self._spec)
+        if self._score_base is not None:
+            emit(Loading("waits for the trainer's scores of the base, and compares them with its own"))
+            await _check_base(child, self._spec, await self._score_base())
 
 
 async def _check_kernels(child: Child, spec: ModelSpec) -> None:
     """Raise BackendFailed unless an engine scores a text as it drew it: prompts and single tokens have kernels of their
-    own, and on CUDA graphs of their own."""
-    num_tokens = min(_FIRST_TOKENS, spec.max_context_length - 2)  # with the one before, and the one that scoring draws
+    own, and on CUDA graphs of their own. One that dies of this is no engine: no request is the culprit."""
+    num_tokens = min(BASE_TOKENS, spec.max_context_length - 2)  # with the one before, and the one that scoring draws
     params = SamplingParams(max_tokens=num_tokens, seed=0, stop=[])
     first = np.zeros(1, np.int64)
-    (drawn,) = (await child.call(Sample(_of_base(first, params)))).sequences
-    text = np.concatenate([first, drawn.tokens])
-    answer = await child.call(Sample(_of_base(text, SamplingParams(max_tokens=1), is_scored=True)))
-    assert answer.prompt_logprobs is not None
-    difference, is_rounding = compare(answer.prompt_logprobs[1:], drawn.logprobs, spec.dtype)
+    (drawn,) = (await child.call(Sample(_of_base(text_input(first), params)))).sequences
+    scores = await _scored(child, text_input(np.concatenate([first, drawn.tokens])))
+    difference, is_rounding = compare(scores[1:], drawn.logprobs, spec.dtype)
     found = f"the engine scores its first text {difference:.2g} nats a token from how it drew it"
     if not is_rounding:
         raise BackendFailed(f"{found}: its kernels are wrong for this model")
     log.info("%s: %s", child.name, found)
 
 
-def _of_base(token_ids: np.ndarray, params: SamplingParams, *, is_scored: bool = False) -> SamplingTask:
+async def _check_base(child: Child, spec: ModelSpec, trainers: LoadCheck) -> None:
+    """Raise BackendFailed unless an engine scores the base as the trainer does: both may have read something
+    otherwise."""
+    own = replace(trainers, logprobs=(await _scored(child, text_input(trainers.token_ids)))[1:].tolist())
+    if trainers.image:
+        behind_image = (await _scored(child, trainers.behind_image))[-len(trainers.token_ids) :]
+        own = replace(own, logprobs_behind_image=behind_image.tolist())
+    for found in trainers.require_same_base(own, spec, "the engine"):
+        log.info("%s: %s", child.name, found)
+
+
+async def _scored(child: Child, prompt: ModelInput) -> np.ndarray:
+    """Return the base's log probability of each token of a prompt [T], nats."""
+    answer = await child.call(Sample(_of_base(prompt, SamplingParams(max_tokens=1), is_scored=True)))
+    assert answer.prompt_logprobs is not None
+    return answer.prompt_logprobs
+
+
+def _of_base(prompt: ModelInput, params: SamplingParams, *, is_scored: bool = False) -> SamplingTask:
     """Return a task of the base model and of no owner."""
-    prompt = ModelInput(chunks=[EncodedTextChunk(tokens=token_ids)])
     request = SampleRequest(prompt=prompt, sampling_params=params, prompt_logprobs=is_scored)
     return SamplingTask.from_request(request, weights=None, owner="")
 

@@ -43,7 +43,7 @@ from backends.protocol import (
     SamplingTask,
     ignore_loading,
 )
-from backends.sampler.client import EngineClient, Request, Sending
+from backends.sampler.client import EngineClient, Request, ScoreBase, Sending
 from backends.sampler.commands import Chat, Publish, Sample
 from backends.sampler.prefix_routes import Piece, PrefixRoutes, chat_pieces, chat_tokens, task_pieces, task_tokens
 
@@ -63,13 +63,22 @@ class SamplerPool:
     """`protocol.Sampler`."""
 
     def __init__(
-        self, spec: ModelSpec, start_workers: StartWorkers = launch_sampler, *, may_grow: bool = False
+        self,
+        spec: ModelSpec,
+        start_workers: StartWorkers = launch_sampler,
+        *,
+        may_grow: bool = False,
+        score_base: ScoreBase | None = None,
     ) -> None:
-        """If it `may_grow`, engines of other machines are attached later."""
+        """If it `may_grow`, engines of other machines are attached later. `score_base` gives the trainer's scores, with
+        which every engine's must agree; None where there is no trainer."""
         numbers = range(len(spec.placement.engines))
-        self._spec = spec
+        self._spec, self._score_base = spec, score_base
         is_alone = len(numbers) == 1 and not may_grow
-        self.engines = [EngineClient(spec.of_engine(number), start_workers, is_alone=is_alone) for number in numbers]
+        self.engines = [
+            EngineClient(spec.of_engine(number), start_workers, is_alone=is_alone, score_base=score_base)
+            for number in numbers
+        ]
         self._numbers = itertools.count(len(numbers))
         """Those of engines that are attached, which are never used again."""
         self._on_loading: OnLoading = ignore_loading
@@ -100,7 +109,8 @@ class SamplerPool:
     ) -> EngineClient:
         """Add an engine on another machine, and return it; it takes requests once it is ready. `describe` makes its
         spec from the number that it gets; `sending` is that of all engines of the machine."""
-        engine = EngineClient(describe(next(self._numbers)), start_workers, is_alone=False, sending=sending)
+        spec = describe(next(self._numbers))
+        engine = EngineClient(spec, start_workers, is_alone=False, sending=sending, score_base=self._score_base)
         self.engines.append(engine)
         task = asyncio.create_task(_start_attached(engine, self._on_loading), context=Context())
         self._attaching.add(task)

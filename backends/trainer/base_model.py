@@ -13,7 +13,13 @@ from transformers import PreTrainedModel
 
 from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
-from backends.formats.load_check import LoadCheck, image_and_text, load_check_image, load_check_tokens
+from backends.formats.load_check import (
+    BASE_TOKENS,
+    LoadCheck,
+    image_and_text,
+    load_check_image,
+    load_check_tokens,
+)
 from backends.inputs.rendering import Rendered, Renderer
 from backends.kernels.targets import OPERATORS
 from backends.model_spec import ModelSpec
@@ -157,9 +163,21 @@ class BaseModel:
         context has room for it.
         """
         token_ids = load_check_tokens(self.renderer.vocab_size, self.renderer.family.placeholders)
+        has_image = model.config.train_vision or self.renderer.family.sees_whole_images
+        return replace(self._score_text(token_ids, model, has_image=has_image), model_id=model_id)
+
+    def score_base(self) -> LoadCheck:
+        """Score a text by the base alone, on all ranks alike; behind an image too, if the model takes images and the
+        context has room for one."""
+        num_tokens = min(BASE_TOKENS, self._max_context_length - 1)  # an engine samples a token behind it
+        token_ids = load_check_tokens(self.renderer.vocab_size, self.renderer.family.placeholders, num_tokens)
+        return self._score_text(token_ids, None, has_image=self.renderer.takes_images)
+
+    def _score_text(self, token_ids: np.ndarray, model: TrainedModel | None, *, has_image: bool) -> LoadCheck:
+        """Score a text, and with `has_image` behind an image too; by the base alone without a model."""
         logprobs = self._next_logprobs(model, Rendered(token_ids, [], []))[:-1]
-        load_check = LoadCheck(token_ids.tolist(), logprobs, model_id)
-        if not (model.config.train_vision or self.renderer.family.sees_whole_images):
+        load_check = LoadCheck(token_ids.tolist(), logprobs)
+        if not has_image:
             return load_check
         image = load_check_image()
         rendered = self.renderer.render(image_and_text(image, load_check.token_ids), "the image of a test")
@@ -168,17 +186,22 @@ class BaseModel:
         behind_image = self._next_logprobs(model, rendered)[-len(token_ids) - 1 : -1]
         return replace(load_check, image=image, logprobs_behind_image=behind_image)
 
-    def _next_logprobs(self, model: TrainedModel, rendered: Rendered) -> list[float]:
+    def _next_logprobs(self, model: TrainedModel | None, rendered: Rendered) -> list[float]:
         """Return each token's log probability of the next one, in nats; the last token's is that of the first."""
         num_tokens = len(rendered.token_ids_T)
         batch = pack([(rendered, np.roll(rendered.token_ids_T, -1))], self.renderer.family, self._device)
-        (scales_R,) = self.weights.load([model])
-        if model.config.train_vision:
-            batch = replace(batch, tower_scales=[scales_R] * len(rendered.images))
+        if model is None:
+            self.weights.load([])
+            scales_TR = self.weights.blank(num_tokens)
+        else:
+            (scales_R,) = self.weights.load([model])
+            scales_TR = scales_R.repeat(num_tokens, 1)
+            if model.config.train_vision:
+                batch = replace(batch, tower_scales=[scales_R] * len(rendered.images))
         if self.memory is not None:
             self.memory.prepare(self.memory.layers_for(num_tokens))
         with torch.no_grad():
-            logprobs_T1 = self.score(batch, scales_R.repeat(num_tokens, 1))
+            logprobs_T1 = self.score(batch, scales_TR)
         logprobs: list[float] = logprobs_T1[:num_tokens, 0].tolist()
         return logprobs
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends import tasks
+from backends.formats.load_check import LoadCheck
 from backends.model_spec import ModelSpec
 from backends.processes.fair_queue import FairQueue
 from backends.processes.launcher import StartRanks, launch_trainer
@@ -101,6 +102,8 @@ class TrainerClient:
         name = f"{spec.name}: the trainer"
         self._supervisor = Supervisor(name, self._replicas.launch, self._load, restart=self._restart)
         self._models: dict[str, _Model] = {}
+        self._base: asyncio.Future[LoadCheck] | None = None
+        """The base's scores at the first start. An engine may have asked for them before."""
         self._queue = FairQueue()
         """One command runs at a time: all ranks see the same order, time limits count from a command's own beginning,
         and no command meets ranks that are being started."""
@@ -116,6 +119,15 @@ class TrainerClient:
         """Load the base on every rank. `on_loading` is called during this start and later ones. Raises
         BackendFailed."""
         await self._supervisor.start(on_loading)
+
+    async def score_base(self) -> LoadCheck:
+        """Return how the ranks score a text by the base alone, once they have started."""
+        return await asyncio.shield(self._base_scores())
+
+    def _base_scores(self) -> "asyncio.Future[LoadCheck]":
+        if self._base is None:
+            self._base = asyncio.get_running_loop().create_future()
+        return self._base
 
     async def stop(self) -> None:
         """End every rank."""
@@ -277,7 +289,12 @@ class TrainerClient:
 
     async def _load(self, ranks: list[Child]) -> None:
         starts = [commands.Start(spec) for spec in self._replicas.specs()]
-        await self._on_all(starts, ranks, _START_PATIENCE_S, self._supervisor.on_loading)
+        scores = await self._on_all(starts, ranks, _START_PATIENCE_S, self._supervisor.on_loading)
+        if (first := self._base_scores()).done():
+            for difference in first.result().require_same_base(scores, self._spec, "the trainer, started again,"):
+                log.info("%s", difference)
+        else:
+            first.set_result(scores)
         self._replicas.has_started()
 
     def _grow_later(self) -> None:

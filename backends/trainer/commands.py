@@ -9,14 +9,15 @@ from api_schemas.training import (
     OptimStepResponse,
     Trainable,
 )
+from backends.formats.load_check import LoadCheck
 from backends.model_spec import ModelSpec
 from backends.processes.rpc import Command
 from backends.protocol import EncodedBatch, SavedForm
 
 
 @dataclass(frozen=True)
-class Start(Command[None]):
-    """Load the base. Always the first command."""
+class Start(Command[LoadCheck]):
+    """Load the base, and score a text by it. Always the first command."""
 
     spec: ModelSpec
 

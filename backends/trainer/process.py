@@ -32,7 +32,7 @@ class Process:
                 spec.mesh.context,
             )
             self._rank = TrainerRank(spec, world, self._keep_waiting, Progress(emit))
-            return None
+            return self._rank.base.score_base()
         assert self._rank is not None, "the first command is Start"
         return run(self._rank, command)
 

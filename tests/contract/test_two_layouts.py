@@ -8,7 +8,7 @@ from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
 from tests.layouts import add_mistrals_layout
 from tests.models import make_tiny_of
-from tests.sampling import ATOL, sampler_config, score_distances
+from tests.sampling import ATOL, sampler_config, score_distances, scores_of
 from tests.trainers import LORA, trainer
 
 
@@ -18,7 +18,9 @@ async def test_engine_and_trainer_read_the_same_of_two_layouts(tmp_path: Path) -
     add_mistrals_layout(source, make(tmp_path / "other", seed=1))
     rank = trainer(source)
     rank.create_model("fresh", LORA)
-    running = SamplerPool(sampler_config(source, tmp_path / "scratch"), fork_sampler)
+    running = SamplerPool(
+        sampler_config(source, tmp_path / "scratch"), fork_sampler, score_base=scores_of(rank.base.score_base())
+    )
     await running.start()
     try:
         renderer = Renderer(str(source), image_cache_bytes=0, max_image_pixels=1)

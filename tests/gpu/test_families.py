@@ -14,6 +14,7 @@ import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampledSequence
+from backends.formats.load_check import LoadCheck, text_input
 from backends.model_spec import Placement
 from backends.protocol import BackendFailed
 from backends.sampler.pool import SamplerPool
@@ -21,7 +22,7 @@ from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, assert_close, scoring_datum
 from tests.models import DIVIDED, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
-from tests.sampling import request, sample, sampler_config
+from tests.sampling import request, sample, sampler_config, scores_of, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
 
 pytestmark = pytest.mark.gpu
@@ -164,9 +165,12 @@ async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) 
         perturb(rank, name)
         weights[name] = tmp_path / name
         rank.save_sampler_weights(name, weights[name], for_elsewhere=False)
-    running = SamplerPool(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **{**ON_CUDA, **others}))
+    settings = dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **{**ON_CUDA, **others})
+    base = rank.base.score_base()
+    running = SamplerPool(settings, score_base=scores_of(base))
     await running.start()
     try:
+        await print_gap_of_base(kind, running, base)
         asked = [(name, item) for item in data for name in weights]
         answers = await asyncio.gather(
             *(
@@ -202,6 +206,17 @@ async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) 
             is_text[span.offset : span.offset + span.num_tokens] = False
         differences.append(np.abs(np.array(present(answer.prompt_logprobs)[1:]) - row["logprobs"][:-1])[is_text[1:]])
     assert_close(kind, np.concatenate(differences))
+
+
+async def print_gap_of_base(kind: str, running: SamplerPool, base: LoadCheck) -> None:
+    """What is compared at every start, for which a bound is to be known."""
+    prompts = {"text": (text_input(base.token_ids), base.logprobs)}
+    if base.image:
+        prompts["text behind an image"] = base.behind_image, base.logprobs_behind_image
+    for what, (model_input, logprobs) in prompts.items():
+        found = present((await sample(running, scoring(model_input), None)).prompt_logprobs)[-len(logprobs) :]
+        gaps = np.abs(found - np.array(logprobs))
+        print(f"{kind}, {what} by the base: mean {gaps.mean():.5f}, max {gaps.max():.5f} nats")
 
 
 async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_path):

@@ -1,0 +1,53 @@
+"""At the start of an engine its scores of the base are compared with the trainer's."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from backends.formats.load_check import LoadCheck
+from backends.protocol import BackendFailed
+from backends.sampler import client
+from backends.sampler.pool import SamplerPool
+from tests.engines import fork_sampler
+from tests.models import make_tiny_vl
+from tests.sampling import sampler_config, scores_of
+from tests.trainers import trainer
+
+
+async def test_an_engine_starts_if_it_scores_text_and_image_as_the_trainer(
+    tiny_vl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, client.__name__)
+    score_base = scores_of(trainer(tiny_vl).base.score_base())
+    running = SamplerPool(sampler_config(tiny_vl, tmp_path / "scratch"), fork_sampler, score_base=score_base)
+    await running.start()
+    await running.stop()
+    found = re.findall(r"the engine scores (a text.*) by the base (\S+) nats a token from the trainer", caplog.text)
+    assert [what for what, _ in found] == ["a text", "a text behind an image"]
+    assert all(0 < float(nats) < 1e-5 for _, nats in found)
+
+
+async def test_an_engine_of_another_model_is_refused_at_start(tiny_vl: Path, tmp_path: Path) -> None:
+    """Of the same shapes, so that nothing else tells."""
+    score_base = scores_of(trainer(make_tiny_vl(tmp_path / "other", seed=1)).base.score_base())
+    running = SamplerPool(sampler_config(tiny_vl, tmp_path / "scratch"), fork_sampler, score_base=score_base)
+    with pytest.raises(BackendFailed) as refused:
+        await running.start()
+    await running.stop()
+    assert re.search(r"tiny: the engine scores a text by the base [1-9]\S* nats a token", str(refused.value))
+    assert f"do not compute the same model. Look at the files in {tiny_vl}" in str(refused.value)
+
+
+def test_scores_of_a_base_differ_by_rounding_alone(tiny_text: Path) -> None:
+    spec, base = sampler_config(tiny_text, Path()), trainer(tiny_text).base.score_base()
+    assert len(base.token_ids) == len(base.logprobs) + 1 == 62 and not base.image
+    assert len(set(base.token_ids)) == 20
+    assert base.require_same_base(base, spec, "the engine")
+    other = LoadCheck(base.token_ids, [one + 0.002 for one in base.logprobs])
+    with pytest.raises(BackendFailed, match=r"0\.002 nats a token .* rounding in float32"):
+        base.require_same_base(other, spec, "the engine")
+    nothing = LoadCheck(base.token_ids, [float("nan")] * len(base.logprobs))
+    with pytest.raises(BackendFailed, match="nan nats"):
+        base.require_same_base(nothing, spec, "the engine")
