@@ -67,7 +67,8 @@ class Settings(BaseSettings):
     cors_origins: list[str] = []
     """Origins of web pages whose scripts may call the chat endpoints, such as https://chat.example. * means all."""
     image_hosts: list[str] = []
-    """Hosts from which images may be fetched by URL, with the port if the URL has one."""
+    """Hosts from which images may be fetched by URL, with the port if the URL has one. A host with a private address
+    needs this address in the list too."""
     image_directories: list[Path] = []
     """Directories from which every user of the server may read images by path."""
     drain_s: float = Field(default=5, ge=0)

@@ -169,9 +169,9 @@ def test_an_image_that_a_chat_names_often_is_read_once_and_counts_as_often(tmp_p
     read: list[str] = []
     plain = ImageAddresses.read
 
-    async def noted(addresses: ImageAddresses, address: str) -> bytes:
+    async def noted(addresses: ImageAddresses, address: str, owner: str) -> bytes:
         read.append(address)
-        return await plain(addresses, address)
+        return await plain(addresses, address, owner)
 
     monkeypatch.setattr(ImageAddresses, "read", noted)
     one, two = (chat_part(f"{tmp_path}/{name}.png") for name in ("one", "two"))

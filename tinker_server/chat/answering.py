@@ -45,7 +45,7 @@ class Chats:
         counts = (owner, request.num_sequences, request.size_bytes, 0)
         self._admission.samples.enter(*counts)
         try:
-            read_bytes = await with_data(request.endpoint, request.body, addresses)
+            read_bytes = await with_data(request.endpoint, request.body, addresses, owner)
             with self._admission.samples.counted(owner, 0, read_bytes, 0):
                 task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
                 image_bytes = await self._image_bytes(request, found.base_model, owner, read_bytes)

@@ -7,13 +7,14 @@ from typing import Any
 from backends.protocol import ChatEndpoint
 from tinker_server.errors import BadField, BadRequest
 from tinker_server.image_addresses import ImageAddresses
+from tinker_server.offload import off_loop
 
 _SLICE = 1 << 20
 """Characters of base64, four of which are three bytes."""
 _PNG = b"\x89PNG"
 
 
-async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: ImageAddresses) -> int:
+async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: ImageAddresses, owner: str) -> int:
     """Replace addresses of images by data URIs, and return the bytes of the files. Raises BadField for an address that
     is not allowed or not readable, and for too many bytes in all."""
     if endpoint == "completions":
@@ -24,13 +25,18 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: 
         if key != "data" and isinstance(holder[key], str) and not holder[key].startswith("data:")
     ]
     try:
-        data = await addresses.read_all((holder[key] for holder, key in named), "messages")
+        data = await addresses.read_all((holder[key] for holder, key in named), "messages", owner)
     except BadRequest as error:
         raise BadField(str(error), "messages") from None
-    uris = {address: _uri(one) for address, one in data.items()}
+    num_bytes = sum(map(len, data.values()))
+    uris = await off_loop(owner, num_bytes, _uris, data)
     for holder, key in named:
         holder[key] = uris[holder[key]]
-    return sum(map(len, data.values()))
+    return num_bytes
+
+
+def _uris(files: dict[str, bytes]) -> dict[str, str]:
+    return {address: _uri(data) for address, data in files.items()}
 
 
 def _uri(data: bytes) -> str:

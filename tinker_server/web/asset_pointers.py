@@ -11,11 +11,12 @@ from api_schemas.sampling import SampleRequest
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
 from tinker_server.errors import BadRequest
 from tinker_server.image_addresses import ImageAddresses
+from tinker_server.offload import LARGE, off_loop
 
 R = TypeVar("R", bound=Request)
 
 
-async def with_images(request: R, addresses: ImageAddresses) -> R | None:
+async def with_images(request: R, addresses: ImageAddresses, owner: str) -> R | None:
     """Return the request with each pointer replaced by its image; None if it has no pointers.
 
     Raises BadRequest for an image that may not or cannot be read, and for too many bytes in all.
@@ -29,7 +30,8 @@ async def with_images(request: R, addresses: ImageAddresses) -> R | None:
             " directory (image_directories) that images are read from; send image chunks with the file's bytes"
         )
     locations = [pointer.location for pointer in pointers]
-    return _replaced(request, await addresses.read_all(locations, "image_asset_pointer chunks"))
+    files = await addresses.read_all(locations, "image_asset_pointer chunks", owner)
+    return await off_loop(owner, LARGE, _replaced, request, files)
 
 
 def _inputs(request: Request) -> Sequence[ModelInput]:

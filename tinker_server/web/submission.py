@@ -154,7 +154,7 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]
         traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
         submission = Submission(name, request, body, content_type, digest, images, traceparent)
         try:
-            with_files = await with_images(request, settings.image_addresses())
+            with_files = await with_images(request, settings.image_addresses(), models.caller)
         except BadRequest:
             if isinstance(request, ForwardBackwardRequest | ForwardRequest):
                 await models.note_refusal(request.model_id, request.seq_id, name)
