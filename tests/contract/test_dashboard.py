@@ -34,8 +34,8 @@ from tinker_server.auth.key import hash_of
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
 from tinker_server.dashboard.pages.runs import PER_PAGE
-from tinker_server.dashboard.pages.samples import THUMBNAIL_PIXELS
 from tinker_server.dashboard.rendering import short
+from tinker_server.dashboard.thumbnails import SIDE_PIXELS
 from tinker_server.observability.recent_samples import IMAGE_BYTES
 from tinker_server.routes import machine_loads
 
@@ -307,7 +307,7 @@ def test_a_sample_shows_its_image_its_tokens_and_how_likely_they_were(alice: Own
     assert alice.get(f"/samples/{sample_id(alice)}/images/1").status_code == 404
     small = alice.get(f"/samples/{sample_id(alice)}/thumbnails/0")
     with Image.open(io.BytesIO(small.content)) as thumbnail:
-        assert max(thumbnail.size) == THUMBNAIL_PIXELS and small.headers["content-type"] == "image/jpeg"
+        assert max(thumbnail.size) == SIDE_PIXELS and small.headers["content-type"] == "image/jpeg"
     assert alice.get(f"/samples/{sample_id(alice)}/thumbnails/1").status_code == 404
 
 

@@ -157,6 +157,7 @@ async def test_addresses_are_counted_before_the_first_is_read(tmp_path: Path) ->
         await allowing(directories=(tmp_path,)).read_all(addresses, "messages", "alice")
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of processor time
 async def test_the_time_for_many_addresses_grows_with_their_number(tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(IMAGE)
     for number in range(4000):
@@ -167,4 +168,4 @@ async def test_the_time_for_many_addresses_grows_with_their_number(tmp_path: Pat
         files = await allowed.read_all([f"{tmp_path}/{number}.png" for number in range(count)], "messages", "alice")
         took_s[count] = time.process_time() - began
         assert len(files) == count
-    assert took_s[4000] < 40 * took_s[250], took_s  # 16 times as many
+    assert took_s[4000] < 22 * took_s[250], took_s  # 16 times as many

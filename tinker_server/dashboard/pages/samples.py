@@ -1,12 +1,10 @@
 """The latest samples, token by token, with the run, step and reward that they belong to."""
 
-import io
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
-from PIL import Image
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk
 from api_schemas.sampling import SampledSequence
@@ -14,6 +12,7 @@ from backends.protocol import BaseModel
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.curves import important_of
 from tinker_server.dashboard.rendering import page
+from tinker_server.dashboard.thumbnails import thumbnail
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
 from tinker_server.observability.recent_samples import Drawn, Shown
@@ -29,9 +28,8 @@ LIKELY = (-0.05, -0.2, -0.7, -1.6, -3.0, -5.0)
 PREVIEW_TOKENS = 60
 NO_CLIENT = "none"
 """Stands in the filter for samples of base models and of chats, which have no sampling session."""
-THUMBNAIL_PIXELS, LARGEST_THUMBNAILED = 160, 16_000_000
-"""Side of a thumbnail; and pixels beyond which an image is shown as it is: decoding it takes too long."""
 THUMBNAILS = 4
+"""Thumbnails of a sample in the list."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ async def show_image(sample_id: str, number: int, server: Server, viewer: Viewin
 async def show_thumbnail(sample_id: str, number: int, server: Server, viewer: Viewing) -> Response:
     """Return a small form of an image of a prompt."""
     image = _image(_require(server, viewer, sample_id), number)
-    made = await off_loop(len(image.data), _thumbnail, image.data)
+    made = await thumbnail(viewer.owner, sample_id, number, image.data)
     if made is None:
         return Response(image.data, media_type=f"image/{image.format}")
     return Response(made, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
@@ -138,18 +136,6 @@ def _image(shown: Shown, number: int) -> ImageChunk:
         numbers = f"images 0 to {len(images) - 1}" if images else "no image"
         raise UnknownSampler(f"image {number}: the sample has {numbers}")
     return images[number]
-
-
-def _thumbnail(data: bytes) -> bytes | None:
-    """Return a small JPEG of an image; None where it is too large for that."""
-    file = io.BytesIO()
-    with Image.open(io.BytesIO(data)) as image:
-        if image.width * image.height > LARGEST_THUMBNAILED:
-            return None
-        image.draft("RGB", (THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-        image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-        image.convert("RGB").save(file, "JPEG", quality=80)
-    return file.getvalue()
 
 
 def _require(server: Services, viewer: Viewer, sample_id: str) -> Shown:
