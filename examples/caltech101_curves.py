@@ -32,7 +32,8 @@ def draw(axes: Any, task: str, runs: dict[str, list[dict[str, Any]]]) -> None:
     nll, accuracy = axes
     for number, (name, rows) in enumerate(runs.items()):
         nll.plot(*points(rows, "train_nll"), color=f"C{number}", alpha=0.4, label=f"{name}, train")
-        nll.plot(*points(rows, "test_nll"), "o-", color=f"C{number}", markersize=4, label=f"{name}, test")
+        if any("test_nll" in row for row in rows):
+            nll.plot(*points(rows, "test_nll"), "o-", color=f"C{number}", markersize=4, label=f"{name}, test")
         accuracy.plot(*points(rows, "accuracy"), "o-", color=f"C{number}", markersize=4, label=name)
     nll.set(title=task, xlabel="step", ylabel="nats per answer token", yscale="log")
     accuracy.set(title=task, xlabel="step", ylabel="accuracy on test photographs", ylim=(-0.02, 1.02))

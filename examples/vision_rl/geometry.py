@@ -18,7 +18,7 @@ from typing import Any
 
 import math_verify
 from PIL import Image, ImageDraw
-from records import Record, read_records
+from records import BadRecord, Record, read_records
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.renderers.base import ToolCall
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
@@ -59,7 +59,7 @@ class GeometryEnv(MessageEnv):
             message = {**message, "content": ""}
         self.messages = [*self.messages, message]
         boxed = _BOX.findall(get_text_content(message))
-        right = bool(boxed) and same(boxed[-1], self.record.ground_truth)
+        right = bool(boxed) and same(boxed[-1], self._truth)
         calls = message.get("tool_calls") or []
         if boxed or not calls or self.turns == MAX_TURNS:
             return MessageStepResult(
@@ -70,6 +70,11 @@ class GeometryEnv(MessageEnv):
             )
         self.messages = [*self.messages, *(self._feedback(call) for call in calls)]
         return MessageStepResult(reward=0.0, episode_done=False, next_messages=self.messages)
+
+    @property
+    def _truth(self) -> str:
+        assert self.record.ground_truth is not None, "`geometry_task` refuses such records"
+        return self.record.ground_truth
 
     def _feedback(self, call: ToolCall) -> Message:
         text = self._score(call)
@@ -82,9 +87,9 @@ class GeometryEnv(MessageEnv):
             answer = str(json.loads(call.function.arguments)["answer"])
         except (ValueError, KeyError, TypeError):
             return f'{TOOL} takes {{"answer": "..."}}'
-        if same(answer, self.record.ground_truth):
+        if same(answer, self._truth):
             return "score 1.0: give this answer in the box"
-        return f"score 0.0: the answer {answer} is {_fault(answer, self.record.ground_truth)}; try again"
+        return f"score 0.0: the answer {answer} is {_fault(answer, self._truth)}; try again"
 
 
 def _fault(answer: str, truth: str) -> str:
@@ -124,7 +129,11 @@ def figure(seed: int) -> tuple[Image.Image, str, str]:
 
 def geometry_task(path: Path) -> partial[GeometryEnv]:
     """The task of a file of records. Raises BadRecord."""
-    return partial(_of_seed, [instructed(record) for record in read_records(path)])
+    records = read_records(path)
+    for number, record in enumerate(records):
+        if record.ground_truth is None:
+            raise BadRecord(f"{path.name} row {number}: it has no reward_spec, whose ground_truth answers are held to")
+    return partial(_of_seed, [instructed(record) for record in records])
 
 
 def instructed(record: Record) -> Record:

@@ -1,6 +1,6 @@
-"""Records of questions with pictures, in two shapes and no other.
+"""Records of questions with pictures, in two shapes. Columns that no shape names are ignored.
 
-Geometry-3K as it is published (`hiyouga/geometry3k`; its other columns are ignored):
+Geometry-3K as it is published (`hiyouga/geometry3k`):
 
     {"images": [{"bytes": ..., "path": ...}], "problem": "<image>Find x.", "answer": "12"}
 
@@ -11,8 +11,9 @@ and as environments keep it, which this module writes too:
      "env_class": "geometry3k",
      "reward_spec": {"method": "rule", "ground_truth": "12"}}
 
-Read from .jsonl (the second shape) or .parquet. Any number of pictures, anywhere in any message. An environment that
-draws its own pictures gets a stub prompt: the record's text without one.
+Read from .jsonl (the second shape) or .parquet. Any number of pictures, anywhere in any message; a message may be a
+plain text. An environment that draws its own pictures gets a stub prompt: the record's text without one. If it also
+computes its own reward, the record has no reward_spec.
 """
 
 import base64
@@ -48,8 +49,9 @@ class Record:
     messages: list[Message]
     """With decoded pictures."""
     env_class: str
-    method: str
-    ground_truth: str
+    method: str | None
+    ground_truth: str | None
+    """Like `method` None if the record has no reward_spec."""
 
 
 def data_uri(image: Image.Image) -> str:
@@ -93,18 +95,22 @@ def parse(row: Any, where: str) -> Record:
     _require(isinstance(row, dict), where, "a record is an object")
     if set(row) >= PUBLISHED:
         return _published(row, where)
-    _require(set(row) == {"prompt", "env_class", "reward_spec"}, where, "it has prompt, env_class and reward_spec")
-    reward = row["reward_spec"]
-    _require(
-        isinstance(reward, dict) and set(reward) == {"method", "ground_truth"},
-        where,
-        "reward_spec has method and ground_truth",
-    )
+    _require(set(row) >= {"prompt", "env_class"}, where, "it has prompt, env_class and, for most, reward_spec")
     _require(isinstance(row["env_class"], str), where, "env_class is a text")
-    _require(isinstance(reward["ground_truth"], str), where, "reward_spec.ground_truth is a text")
     _require(isinstance(row["prompt"], list) and row["prompt"], where, "prompt is a list of messages")
     messages = [_message(message, f"{where} prompt[{i}]") for i, message in enumerate(row["prompt"])]
-    return Record(messages, row["env_class"], reward["method"], reward["ground_truth"])
+    return Record(messages, row["env_class"], *_reward(row.get("reward_spec"), where))
+
+
+def _reward(spec: Any, where: str) -> tuple[str | None, str | None]:
+    """Return method and ground truth; Parquet gives a row without a reward_spec a null."""
+    if spec is None:
+        return None, None
+    is_whole = isinstance(spec, dict) and set(spec) >= {"method", "ground_truth"}
+    _require(is_whole, where, "reward_spec has method and ground_truth")
+    for name in ("method", "ground_truth"):
+        _require(isinstance(spec[name], str), where, f"reward_spec.{name} is a text")
+    return spec["method"], spec["ground_truth"]
 
 
 def _published(row: dict[str, Any], where: str) -> Record:

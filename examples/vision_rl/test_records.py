@@ -48,7 +48,7 @@ def changed(**values: Any) -> dict[str, Any]:
     ("row", "text"),
     [
         ([], "row 0: a record is an object"),
-        (changed(answer="2"), "row 0: it has prompt, env_class and reward_spec"),
+        ({"prompt": SOME[1]["prompt"]}, "row 0: it has prompt, env_class and, for most, reward_spec"),
         (changed(reward_spec={"method": "rule"}), "reward_spec has method and ground_truth"),
         (changed(reward_spec={"method": "rule", "ground_truth": 2}), "ground_truth is a text"),
         (changed(prompt=[]), "prompt is a list of messages"),
@@ -78,6 +78,24 @@ def test_another_shape_is_refused_where_it_differs(tmp_path: Path, row: Any, tex
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(BadRecord, match=text):
         read_records(path)
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+def test_records_of_other_programs_are_read_whatever_else_they_hold(tmp_path: Path, name: str) -> None:
+    """As the preparation scripts of SkyRL's Geometry-3K and VisGym write them."""
+    extra = {"split": "train", "index": 7, "answer": "2"}
+    geometry = {**SOME[0], "data_source": "hiyouga/geometry3k", "extra_info": extra}
+    geometry["reward_spec"] = {**geometry["reward_spec"], "style": "rule"}
+    stub = {"prompt": [{"role": "user", "content": "placeholder"}], "env_class": "visgym"}
+    write(tmp_path / name, [geometry])
+    write(tmp_path / f"stub-{name}", [{**stub, "visgym_env_id": "maze_2d/easy", "seed": 3}])
+    (read,) = read_records(tmp_path / name)
+    assert (read.method, read.ground_truth) == ("rule", figure(1)[2])
+    (read,) = read_records(tmp_path / f"stub-{name}")
+    assert read == Record([{"role": "user", "content": "placeholder"}], "visgym", None, None)
+    geometry_task(tmp_path / name)
+    with pytest.raises(BadRecord, match=f"stub-{name} row 0: it has no reward_spec"):
+        geometry_task(tmp_path / f"stub-{name}")
 
 
 def test_validation_rows_are_the_same_for_every_seed_of_training(tmp_path: Path) -> None:
