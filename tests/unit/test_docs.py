@@ -1,5 +1,6 @@
 """The documentation is a whole site: no link of it leads nowhere, and the README is one screen."""
 
+import csv
 import os
 import re
 import shlex
@@ -97,6 +98,17 @@ def test_every_block_of_the_pages_is_followed_by_a_test_or_says_why_not() -> Non
     assert found == RUN.keys() | NOT_RUN.keys() and RUN.keys().isdisjoint(NOT_RUN)
     for (page, _), test in RUN.items():
         assert test == "tests/e2e/test_demo.py" or test == CODE or Path(page).name in (ROOT / test).read_text(), page
+
+
+def test_the_figures_of_caltech101_at_the_defaults_are_those_of_its_csv() -> None:
+    page = (ROOT / "docs/caltech101.md").read_text()
+    with (ROOT / "docs/caltech101-defaults.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    nll, measured = [float(row["train_nll"]) for row in rows], [row for row in rows if row["accuracy"]]
+    first, last = sum(nll[:5]) / 5, sum(nll[-5:]) / 5
+    assert f"| steps | {len(rows)} of 32 |" in page and f"| {first:.2f}, {last:.2g} |" in page
+    steps, accuracies = (", ".join(row["step"] for row in measured), [float(row["accuracy"]) for row in measured])
+    assert f"at steps {steps} | {', '.join(f'{one:.3f}' for one in accuracies)} |" in page
 
 
 def test_the_commands_of_the_page_on_several_machines_are_understood() -> None:
