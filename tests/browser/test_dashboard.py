@@ -118,21 +118,60 @@ def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(seen: Watched, 
     expect(part).to_contain_text("Nothing saved yet")
 
 
-def test_a_part_that_was_replaced_listens_from_the_first_moment(seen: Watched, run_id: str) -> None:
+def test_a_row_that_was_added_listens_from_the_first_moment(seen: Watched, owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
     page = seen.open(f"/runs/{run_id}")
-    select = page.locator("#checkpoints select")
-    select.wait_for()
+    expect(page.locator("#checkpoints")).to_contain_text("Nothing saved yet")
     page.evaluate(
         """() => {
             const part = document.getElementById("checkpoints");
             new MutationObserver((_, observer) => {
+                const select = part.querySelector("select");
+                if (!select) return;
                 observer.disconnect();
-                part.querySelector("select").dispatchEvent(new Event("change", {bubbles: true}));
-            }).observe(part, {childList: true});
-            htmx.trigger(part, "sse:changed");
+                select.dispatchEvent(new Event("change", {bubbles: true}));
+            }).observe(part, {childList: true, subtree: true});
         }"""
     )
-    seen.answer("Change when step-40 expires?", yes=False)
+    alice.save(run_id, 1, "mine")
+    seen.answer("Change when mine expires?", yes=False)
+
+
+def test_a_refresh_leaves_the_keyboard_where_it_is(seen: Watched, owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.save(run_id, 1, "first")
+    page = seen.open("/")
+    link = page.get_by_role("link", name=run_id[:8])
+    link.focus()
+    other = alice.new_run()
+    expect(page.get_by_role("link", name=other[:8])).to_be_visible()
+    expect(link).to_be_focused()
+    page = seen.open(f"/runs/{run_id}")
+    delete = page.locator("#checkpoints tr", has_text="first").get_by_role("button", name="Delete")
+    delete.focus()
+    alice.save(run_id, 2, "second")
+    expect(page.locator("#checkpoints")).to_contain_text("second")
+    expect(delete).to_be_focused()
+    page = seen.open("/checkpoints")
+    copy = page.locator(f"[id='checkpoint-{run_id}-weights-first']").get_by_role("button", name="Copy path")
+    copy.focus()
+    alice.save(run_id, 3, "third")
+    expect(page.locator(f"[id='checkpoint-{run_id}-weights-third']")).to_be_visible()
+    expect(copy).to_be_focused()
+
+
+def test_a_refresh_leaves_a_table_scrolled(seen: Watched, owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.train(run_id, range(20))
+    page = seen.open(f"/runs/{run_id}")
+    table = page.get_by_role("region", name="Latest operations")
+    table.evaluate("element => { element.scrollTop = 150; }")
+    alice.train(run_id, range(20, 21))
+    expect(page.locator("#operation-optim_step-42")).to_be_attached()
+    assert table.evaluate("element => element.scrollTop") >= 150
 
 
 def test_what_is_on_its_way_does_not_take_the_asked_thing_away(seen: Watched, owners: tuple[Owner, Owner]) -> None:

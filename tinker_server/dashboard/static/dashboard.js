@@ -68,8 +68,9 @@ function allowComparing() {
 }
 document.addEventListener("htmx:afterSwap", allowComparing);
 
-// A part of a page is not refreshed while the viewer uses a control in it, and an answer that arrives meanwhile is ignored.
-// (base.html sets htmx's settle delay to 0, since a new part ignores events until it is settled.)
+// A refresh changes a part in place, so that focus and scroll position stay (base.html sets this swap style; rows have ids, by
+// which they are recognised). Only what the viewer types or chooses would be lost: then the part is not refreshed, and an
+// answer that arrives meanwhile is ignored. (The settle delay is 0, since a new row ignores events until it is settled.)
 function isInUse(request, part) {
   const isOwn = request.triggeringEvent?.type?.startsWith("sse:");
   return isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")));
