@@ -43,12 +43,23 @@ def test_the_demo_teaches_photographs_and_leaves_its_server_until_it_is_interrup
         assert "/playground?model_path=tinker://" in said
         for page in re.findall(r"^  (docs/\S+)", said, re.MULTILINE):
             assert (ROOT / page).exists(), page
+        assert_the_guide_to_rl_learns(found[1])
     finally:
         demo.send_signal(signal.SIGINT)
         demo.communicate(timeout=180)
     assert demo.returncode == 130
     with pytest.raises(httpx.TransportError):
         httpx.get(found[1], timeout=5)
+
+
+def assert_the_guide_to_rl_learns(url: str) -> None:
+    """With the model of the guide. (`test_docs.py` runs its code with a random one.)"""
+    page = (ROOT / "docs/rl.md").read_text().replace("http://127.0.0.1:8000", url)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True).stdout
+    rise = re.search(r"first three steps (\S+), of the last three (\S+)$", said, re.MULTILINE)
+    assert rise is not None, said
+    assert float(rise[1]) < 0.6 and float(rise[2]) > 0.9
 
 
 def test_as_many_held_out_photographs_of_each_class_are_asked_about() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.photographs import photographs
 from tests.servers import KEY, MODEL, Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
@@ -43,6 +44,32 @@ def test_a_curl_of_each_endpoint_is_answered(command: str, server: Server, tiny_
     )
     answer = json.loads(said.stdout)
     assert "error" not in answer and {"data", "choices", "content", "input_tokens"} & set(answer), answer
+
+
+def test_a_run_by_curl_trains_saves_and_samples_with_text_and_with_a_picture(
+    server: Server, tiny_vl: Path, tmp_path: Path
+) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (DOCS / "curl.md").read_text(), re.DOTALL)
+    (tmp_path / "photo.jpg").write_bytes(photographs("test", 1)[0].jpeg)
+    script = here("\n".join(blocks), server, tiny_vl)
+    said = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert said.stderr == ""
+    answers = [json.loads(line) for line in said.stdout.splitlines() if line.startswith('{"')]
+    (batch,) = (one for one in answers if "loss_fn_outputs" in one)
+    assert batch["loss_fn_outputs"][0]["logprobs"]["shape"] == [5] and batch["metrics"]["tokens:sum"] == 3
+    assert re.search(r"'loss:sum': [\d.]+, 'tokens:sum': 1.0", said.stdout), "the step with a picture"
+    assert len([one for one in answers if one.get("type") == "optim_step"]) == 2
+    two, of_picture = (one["sequences"] for one in answers if "sequences" in one)
+    assert [len(one) for one in (two, of_picture)] == [2, 1]
+    refusals = [one["detail"] for one in answers if "detail" in one]
+    assert "Expected 1 tokens, got" in refusals[0] and refusals[1].startswith("adam_params.learning_rate: ")
 
 
 def test_every_endpoint_has_its_curl() -> None:

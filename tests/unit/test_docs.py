@@ -68,6 +68,7 @@ RUN = {
     ("docs/chat.md", "bash"): CODE,
     ("docs/chat.md", "python"): CODE,
     ("docs/cluster.md", "console"): HERE,
+    ("docs/curl.md", "bash"): CODE,
     ("docs/dashboard.md", "python"): CODE,
     ("docs/dashboard.md", "yaml"): HERE,
     ("docs/index.md", "console"): QUICKSTART,
