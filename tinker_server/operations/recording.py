@@ -90,7 +90,8 @@ class Recording:
         )
         if isinstance(response, ForwardBackwardOutput):
             step = _of_batch(blank, response)
-            if step.loss_tokens == 0 and await off_loop(operation.size_bytes, _has_advantages, operation):
+            owner, size_bytes = operation.owner, operation.size_bytes
+            if step.loss_tokens == 0 and await off_loop(owner, size_bytes, _has_advantages, operation):
                 step = replace(step, advantage=0.0)  # the trainer gives means only of positions that train
             if step.sampler_gap is not None:
                 self._metrics.sampler_gap.observe(step.sampler_gap)
