@@ -14,7 +14,7 @@ TinkerServerError
 ├── Busy 429: an owner has too much in flight; its clients wait and retry
 ├── Cancelled 410: only in futures of samples
 ├── ChatFailed 500: only from the chat endpoints; UploadFailed 500
-└── DatabaseUnavailable (DiskFull, Superseded), ShuttingDown 503
+└── DatabaseUnavailable (DiskFull, Superseded), KeysUnreadable, ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no permanent refusal has one of these.
 """
@@ -199,6 +199,12 @@ class KeysReadOnly(TinkerServerError):
     """The server may not write the keys file."""
 
     status, category = 403, "user"
+
+
+class KeysUnreadable(TinkerServerError):
+    """The server cannot read its API keys; the same request succeeds once it can."""
+
+    status = 503
 
 
 class SessionFinished(TinkerServerError):

@@ -143,6 +143,26 @@ def test_with_keys_any_name_and_origin_will_do(guarded: Running) -> None:
     assert found[0] == 200
 
 
+def test_while_keys_cannot_be_read_clients_are_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "RELOAD_S", 0.0)
+    key = keys.add(tmp_path / "keys", "alice")
+    server = Running(tmp_path)
+    try:
+        server.http.headers["x-api-key"] = key
+        assert server.http.get("/get_server_capabilities").status_code == 200
+        (tmp_path / "keys").rename(tmp_path / "aside")
+        assert server.http.get("/get_server_capabilities").status_code == 200
+        monkeypatch.setattr(keys, "UNREADABLE_S", 0.0)
+        for path in ("/api/v1/get_server_capabilities", "/v1/models"):
+            refused = server.http.get(f"{server.url}{path}", headers={"authorization": f"Bearer {key}"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "cannot read its API keys" in refused.text and str(tmp_path) not in refused.text
+        (tmp_path / "aside").rename(tmp_path / "keys")
+        assert server.http.get("/get_server_capabilities").status_code == 200
+    finally:
+        server.stop()
+
+
 def sent(server: Running, *parts: bytes, pause_s: float = 0) -> bytes:
     """The bytes that come back until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=5) as connection:

@@ -5,6 +5,7 @@ The file is read again when it changes, so keys are added and removed while the 
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from backends.files import make_directory, write_private
 from tinker_server.auth.key import SHA, Key, Scope, hash_of, is_name
-from tinker_server.errors import BadRequest, StartFailed
+from tinker_server.errors import BadRequest, KeysUnreadable, StartFailed
 
 log = logging.getLogger(__name__)
 LOCAL = "local"
@@ -25,6 +26,9 @@ PREFIXES = ("tml-", "eyJ")
 """Prefixes of the keys that the SDK sends; it sends no others."""
 RELOAD_S = 1.0
 """Seconds after which a change of the file is noticed at the latest."""
+UNREADABLE_S = 60.0
+"""Seconds for which the keys stay valid while their file is gone or cannot be read. After that nobody is let in: a key
+may have been removed. Clients then wait, since they are answered 503."""
 _HEADER = "# API keys of a tinker-server: NAME and the SHA-256 of a key. Written by `tinker-server keys`.\n"
 OPENS = "opens:"
 NO_KEY = "weights_access_token is not an API key of this server; use one of the weights' owner, of the scope all"
@@ -37,9 +41,13 @@ class Keys:
     def __init__(self, path: Path) -> None:
         """Read the file. Raises StartFailed if it cannot be read."""
         self._path = path
-        self._seen = _state(path)
+        try:
+            self._seen = _state(path)
+        except OSError as error:
+            raise StartFailed(f"the keys file {path} cannot be read: {error}") from None
         self._known = read(path)
         self._checked_at = time.monotonic()
+        self._unreadable_since: float | None = None
         self.is_open = self._seen is None
         """True if no keys have been configured. Removing all keys opens nothing, since the empty file stays."""
         self.used_at: dict[str, float] = {}
@@ -53,15 +61,17 @@ class Keys:
             )
 
     def find(self, key: str) -> Key | None:
-        """Return a key and note its use; None if it is unknown or has expired."""
+        """Return a key and note its use; None if it is unknown or has expired. Raises KeysUnreadable."""
         self._reload()
+        self._require_readable()
         if self.is_open:
             return Key(LOCAL, hash_of(key)) if key.startswith(PREFIXES) else None
         return self._used(hash_of(key))
 
     def find_by_fingerprint(self, fingerprint: str) -> Key | None:
-        """Return the key with this fingerprint as `find` does; None if it was removed, too."""
+        """Return the key with this fingerprint as `find` does; None if it was removed, too. Raises KeysUnreadable."""
         self._reload()
+        self._require_readable()
         return self._used(SHA + fingerprint)
 
     def owner_of(self, key: str) -> str | None:
@@ -118,16 +128,30 @@ class Keys:
         if now < self._checked_at + RELOAD_S:
             return
         self._checked_at = now
-        if (state := _state(self._path)) == self._seen:
-            return
-        self._seen = state
         try:
-            self._known = read(self._path)
-        except StartFailed as error:
-            log.error("the keys are unchanged: %s", error)
+            self._read_again()
+        except OSError as error:
+            if self._unreadable_since is None:
+                self._unreadable_since = now
+                text = "the keys file %s cannot be read (%s): its keys stay valid for %.0f s, then nobody is let in"
+                log.error(text, self._path, error.strerror, UNREADABLE_S)
+
+    def _read_again(self) -> None:
+        """Read the file if it has changed. Raises OSError; also if it was deleted, which removes no key."""
+        state = _state(self._path)
+        if state == self._seen and self._unreadable_since is None:
             return
-        self.is_open = self.is_open and state is None
-        log.info("%s now has %d API keys", self._path, len(self._known))
+        if state is None and not self.is_open:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted; to accept everybody on this machine, start again")
+        known = {} if state is None else _readable_keys(self._path)
+        self._seen, self._known, self._unreadable_since = state, known, None
+        self.is_open = state is None
+        log.info("%s now has %d API keys", self._path, len(known))
+
+    def _require_readable(self) -> None:
+        since = self._unreadable_since
+        if since is not None and time.monotonic() >= since + UNREADABLE_S:
+            raise KeysUnreadable("the server cannot read its API keys; its log has the details")
 
 
 def adding(path: Path, name: str = "NAME") -> str:
@@ -169,20 +193,37 @@ def read(path: Path) -> dict[str, Key]:
 
 def _lines(path: Path) -> list[Key]:
     try:
-        texts = path.read_text().splitlines()
+        return [_key(path, *line) for line in _numbered_lines(path)]
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be read: {error}") from None
-    lines = []
-    for number, text in enumerate(texts, 1):
-        if not text.split() or text.split()[0].startswith("#"):
-            continue
+
+
+def _readable_keys(path: Path) -> dict[str, Key]:
+    """Return the keys of all lines that have one: a wrong line removes no other key, and keeps none. Raises OSError."""
+    known = {}
+    for line in _numbered_lines(path):
         try:
-            lines.append(Key.parse(text))
-        except ValueError as error:
-            raise StartFailed(f"{path} line {number} {error}; `{adding(path)}` writes one") from None
-    return lines
+            key = _key(path, *line)
+        except StartFailed as error:
+            log.error("a line of the keys file is skipped: %s", error)
+            continue
+        known[key.hashed] = key
+    return known
+
+
+def _numbered_lines(path: Path) -> list[tuple[int, str]]:
+    """Return the lines that should have a key, with their numbers. Raises OSError."""
+    texts = path.read_text(errors="replace").splitlines()
+    return [(number, text) for number, text in enumerate(texts, 1) if text.split() and text.split()[0][0] != "#"]
+
+
+def _key(path: Path, number: int, text: str) -> Key:
+    try:
+        return Key.parse(text)
+    except ValueError as error:
+        raise StartFailed(f"{path} line {number} {error}; `{adding(path)}` writes one") from None
 
 
 @contextlib.contextmanager
@@ -198,8 +239,9 @@ def _write(path: Path, lines: list[Key]) -> None:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
+    """Return what differs once the file has changed; None if there is no file. Raises OSError."""
     try:
         found = path.stat()
-    except OSError:
+    except FileNotFoundError:
         return None
     return found.st_mtime_ns, found.st_ino

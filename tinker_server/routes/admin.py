@@ -32,7 +32,7 @@ from api_schemas.admin import (
 from api_schemas.listing import from_unix
 from tinker_server.auth.key import hash_of
 from tinker_server.auth.links import VALID_S
-from tinker_server.errors import BadRequest, KeysReadOnly, Unauthenticated, UnknownSession
+from tinker_server.errors import BadRequest, KeysReadOnly, StartFailed, Unauthenticated, UnknownSession
 from tinker_server.store.audit import AuditEntry
 from tinker_server.store.catalog import DEFAULT_PROJECT
 from tinker_server.store.usage import HOUR_S, SessionMetadata, UsageAmount
@@ -195,6 +195,8 @@ async def delete_api_key(key: KnownKey, server: Server) -> Response:
         server.keys.revoke(key.hashed)
     except OSError as error:
         raise KeysReadOnly(f"the keys of this server cannot be changed from here: {error.strerror}") from None
+    except StartFailed:
+        raise KeysReadOnly("the keys of this server cannot be changed from here: their file has an error") from None
     return Response(status_code=204)
 
 

@@ -33,7 +33,7 @@ from tinker_server.errors import (
 )
 from tinker_server.observability.metrics import Metrics
 from tinker_server.web import vendors
-from tinker_server.web.handlers import RETRY_AFTER_S, answer
+from tinker_server.web.handlers import RETRY_AFTER_S, answer, retry_after
 from tinker_server.web.http import BELONGS_TO
 from tinker_server.web.ledger import BYTES_PER_S, STALL_S, Ledger
 
@@ -166,7 +166,7 @@ class Gate:
                 if BELONGS_TO in state:
                     state[BELONGS_TO](key.name)
         except TinkerServerError as error:
-            extra = INVALID_TOKEN if isinstance(error, InvalidToken) else None
+            extra = INVALID_TOKEN if isinstance(error, InvalidToken) else retry_after(error.status)
             await answer(scope["path"], error.status, error, str(error), extra)(scope, receive, send)
             return
         await self.app(scope, receive, send)

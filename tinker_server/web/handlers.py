@@ -20,6 +20,11 @@ RETRY_AFTER_S = "1"
 """Value of the header Retry-After with 429 and 503."""
 
 
+def retry_after(status: int) -> Mapping[str, str] | None:
+    """Return the header of a refusal after which clients send the same request again."""
+    return {"Retry-After": RETRY_AFTER_S} if status in (429, 503) else None
+
+
 def answer(
     path: str, status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
@@ -44,8 +49,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(TinkerServerError)
     async def refused(http: Request, error: TinkerServerError) -> JSONResponse:
-        headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
-        return answer(http.url.path, error.status, error, str(error), headers)
+        return answer(http.url.path, error.status, error, str(error), retry_after(error.status))
 
     @app.exception_handler(MalformedBody)
     @app.exception_handler(InvalidInput)

@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 from api_schemas.base import Request
 from api_schemas.training import ForwardBackwardRequest
 from api_schemas.wire import JSON, PROTOBUF
-from tinker_server.errors import BodyTooLarge, ForeignHost, ScopeRefused, Unauthenticated
+from tinker_server.errors import BodyTooLarge, ForeignHost, KeysUnreadable, ScopeRefused, Unauthenticated
 from tinker_server.web.fixed_page import FixedPage
 from tinker_server.web.refusals import BINARY, REF, Error, refusal, refused
 from tinker_server.web.submission import Submission
@@ -95,7 +95,7 @@ def _add_general_answers(operation: Schema) -> None:
     if "requestBody" in operation or operation.get("parameters"):
         general[422] = refusal("A field is missing, unknown, or not what it should be.")
     if operation.get("security"):
-        general |= refused(Unauthenticated, ForeignHost, ScopeRefused)
+        general |= refused(Unauthenticated, ForeignHost, ScopeRefused, KeysUnreadable)
     answers: Schema = operation["responses"]
     answers.pop("422", None)  # FastAPI's, of another form
     for status, answer in general.items():

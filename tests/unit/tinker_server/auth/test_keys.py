@@ -4,6 +4,7 @@ import hashlib
 import re
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from tinker_server.auth.key import Key, Scope, hash_of
 from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.command_line import change_keys, parse, read_settings
-from tinker_server.errors import BadRequest, StartFailed
+from tinker_server.errors import BadRequest, KeysUnreadable, StartFailed
 from tinker_server.settings import Settings
 
 
@@ -60,14 +61,71 @@ def test_keys_are_added_revoked_and_removed_while_a_server_runs(tmp_path: Path) 
     assert keys.remove(file, "alice") == 1 and known.owner_of(second) is None
 
 
-def test_a_broken_file_fails_the_start_and_changes_nothing_later(tmp_path: Path) -> None:
+def test_a_wrong_line_fails_the_start_and_later_costs_only_its_own_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "keys"
-    key = keys.add(file, "alice")
+    removed, kept, hand = keys.add(file, "bob"), keys.add(file, "carol"), keys.add(file, "alice")
     known = Keys(file)
-    file.write_text("# a comment\n\nalice tml-a-plain-key\n")
-    assert known.owner_of(key) == "alice"
+    line = next(line for line in file.read_text().splitlines() if line.startswith("carol"))
+    file.write_text(f"# a comment\n{line}\nalice tml-a-plain-key\n\xff\n")
+    assert [known.owner_of(key) for key in (removed, kept, hand)] == [None, "carol", None]
+    assert "line 3 is not 'NAME sha256:HASH'" in caplog.text and caplog.text.count("is skipped") == 2
     with pytest.raises(StartFailed, match="line 3 is not 'NAME sha256:HASH'"):
         Keys(file)
+
+
+def unread(file: Path) -> None:
+    """Put something there that cannot be read, also not by root."""
+    file.rename(file.with_name("aside"))
+    file.mkdir()
+
+
+def deleted(file: Path) -> None:
+    file.rename(file.with_name("aside"))
+
+
+@pytest.mark.parametrize(("lose", "said"), [(unread, "Is a directory"), (deleted, "it was deleted")])
+def test_keys_stay_valid_for_a_while_without_their_file_and_then_nobody_is_let_in(
+    tmp_path: Path,
+    lose: Callable[[Path], None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "keys"
+    removed, kept = keys.add(file, "bob"), keys.add(file, "alice")
+    known = Keys(file)
+    fingerprint = next(key.fingerprint for key in known.all() if key.name == "alice")
+    lose(file)
+    for _ in range(3):
+        assert known.owner_of(kept) == "alice" and known.owner_of("tml-anything") is None
+    assert caplog.text.count("cannot be read") == 1 and said in caplog.text and "60 s" in caplog.text
+    monkeypatch.setattr(keys, "UNREADABLE_S", 0.0)
+    for ask in (known.find, known.owner_of):
+        with pytest.raises(KeysUnreadable):
+            ask(kept)
+    with pytest.raises(KeysUnreadable):
+        known.find_by_fingerprint(fingerprint)
+    assert len(known.all()) == 2 and not known.is_open
+    if file.exists():
+        file.rmdir()
+    file.with_name("aside").rename(file)
+    assert keys.remove(file, "bob") == 1
+    assert known.owner_of(kept) == "alice" and known.owner_of(removed) is None
+
+
+def test_a_server_without_keys_closes_when_a_keys_file_comes_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "UNREADABLE_S", 0.0)
+    file = tmp_path / "keys"
+    known = Keys(file)
+    file.mkdir()
+    with pytest.raises(KeysUnreadable):
+        known.find("tml-anything")
+    file.rmdir()
+    assert known.owner_of("tml-anything") == "local", "there are no keys, as at its start"
 
 
 def test_a_token_of_another_owner_lets_read(tmp_path: Path) -> None:
