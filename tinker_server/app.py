@@ -56,6 +56,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
+from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.machine_history import MachineHistory
@@ -181,7 +182,6 @@ def build_services(
 ) -> Services:
     """Build the services on an open database and loaded models; nothing runs yet."""
     storage = Storage(settings.data_dir, db)
-    holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
     futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
@@ -192,7 +192,11 @@ def build_services(
     snapshots = Snapshots(limits)
     records = Records()
     usage, audit, steps, measured = UsageStore(db), AuditStore(db, records), StepStore(db), Metrics()
-    client_metrics = ClientMetricStore(db)
+    client_metrics, uploads = ClientMetricStore(db), UploadFolder(settings.data_dir)
+    sample_files = SampleFiles(settings.data_dir / "samples", settings.samples_disk_bytes)
+    counts = [one.held_bytes for one in (futures.rows, uploads, client_metrics, sample_files)]
+    holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER, counts)
+    disk = DiskAccount(holdings, futures, clock)
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings)
     executors = Executors(
@@ -205,12 +209,10 @@ def build_services(
     )
     execution = Execution(futures, OperationRunner(executors), measured, tracing)
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
-    scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
+    scheduler = Scheduler(model_stores, execution, admission, disk, settings.gap_grace_s)
     key_uses = KeyUses(settings.data_dir, keys)
-    sample_files = SampleFiles(settings.data_dir / "samples", settings.samples_disk_bytes)
-    uploads = UploadFolder(settings.data_dir)
     swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, uploads, key_uses)
-    stores = Stores(*swept, gallery, sample_files)
+    stores = Stores(*swept, gallery, sample_files, disk)
     return Services(
         settings=settings,
         keys=keys,
@@ -238,6 +240,7 @@ def build_services(
         admission=admission,
         storage=storage,
         holdings=holdings,
+        disk=disk,
         snapshots=snapshots,
         chats=Chats(weights, admission, gallery),
         weights=weights,

@@ -118,7 +118,8 @@ def test_an_administrator_sees_what_each_owner_has_and_uses(house: House) -> Non
     alice, bob = after["alice"], after["bob"]
     assert alice["memory_bytes"] - before["alice"]["memory_bytes"] == SIZE_BYTES and bob["memory_bytes"] == 0
     assert alice["runs_in_memory"] == before["alice"]["runs_in_memory"] + 1 and bob["runs_in_memory"] == 0
-    assert alice["disk_bytes"] > before["alice"]["disk_bytes"] and bob["disk_bytes"] == 0
+    assert alice["disk_bytes"] > before["alice"]["disk_bytes"]
+    assert 0 < bob["disk_bytes"] < 100, "the result of its sample"
     assert alice["tokens"]["training"] == before["alice"]["tokens"]["training"] + 2
     assert bob["tokens"]["sampled"] > before["bob"]["tokens"]["sampled"] and bob["tokens"]["training"] == 0
     assert (alice["keys"], after["prometheus"]["keys"]) == (2, 1)

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from tests import fakes
 from tests.fake_server import Running, forward_backward_body
 from tinker_server import app
 from tinker_server.accounts import HOUR_S, RECORDS_BYTES
 from tinker_server.auth import keys
 from tinker_server.operations.housekeeping import ARCHIVE_KEPT_S
-from tinker_server.store import holdings
+from tinker_server.store import disk_account, holdings
+from tinker_server.store.futures import fetched
 
 
 @pytest.fixture
@@ -31,8 +33,17 @@ def server(tmp_path: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte is free. The fakes save one byte each: nine of them are at most nine tenths of all."""
-    monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=1))
+    """A MiB is free, and a little for rows. The fakes save one each: nine of them are at most nine tenths of all."""
+    write_steps = fakes._write_steps
+
+    def write(directory: Path, steps: int) -> None:
+        write_steps(directory, steps)
+        with (directory / "padding").open("wb") as file:
+            file.truncate(1 << 20)
+
+    monkeypatch.setattr(fakes, "_write_steps", write)
+    monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=(1 << 20) + (1 << 16)))
+    monkeypatch.setattr(disk_account, "AGAIN_S", 0)
 
 
 def created(server: Running, session_id: str, number: int) -> dict[str, str]:
@@ -88,7 +99,7 @@ def test_an_owners_part_of_the_disk_is_bounded_and_deleting_makes_room(server: R
     assert "path" in saved(server, model_id, 13).json()
 
 
-def test_snapshots_are_never_refused_and_count(server: Running, full_disk: None) -> None:
+def test_snapshots_are_never_refused_and_count(bob: dict[str, str], server: Running, full_disk: None) -> None:
     model_id = server.model()
     for number in range(1, 10):
         saved(server, model_id, number)
@@ -98,10 +109,21 @@ def test_snapshots_are_never_refused_and_count(server: Running, full_disk: None)
     suspended = server.app.state.services.scheduler.suspend(model_id)
     asyncio.run_coroutine_threadsafe(suspended, server.loop).result(20)
     snapshots = list(server.settings.data_dir.glob("checkpoints/*/snapshots/model~*"))
+    sweep = server.app.state.services.disk.sweep(time.time())
+    asyncio.run_coroutine_threadsafe(sweep, server.loop).result(20)
+    again = forward_backward_body(model_id, 11)
+    refused = server.http.post("/forward_backward", content=again, headers=content)
+    assert refused.status_code == 429 and "retry-after" in refused.headers
+    assert "results, metrics and samples of alice would take 0.010 GiB" in refused.json()["detail"]
+    others = server.http.post("/create_session", json={"tags": [], "sdk_version": "0.38.0"}, headers=bob).json()
+    lora = {"session_id": others["session_id"], "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+    assert server.http.post("/create_model", json=lora, headers=bob).status_code == 200, "another owner's part is free"
     assert server.http.delete(f"/training_runs/{model_id}/checkpoints/weights/n1").status_code == 204
     assert len(snapshots) == 1
-    assert saved(server, model_id, 11).json()["category"] == "user", "eight, the snapshot, and no room for a tenth"
-    step = server.http.post("/forward_backward", content=forward_backward_body(model_id, 12), headers=content)
+    step = server.http.post("/forward_backward", content=again, headers=content)
+    assert server.result(step).status_code == 200, "it is sent again, and is let in"
+    assert saved(server, model_id, 12).json()["category"] == "user", "eight, the snapshot, and no room for a tenth"
+    step = server.http.post("/forward_backward", content=forward_backward_body(model_id, 13), headers=content)
     assert server.result(step).status_code == 200, "it is back from its snapshot"
 
 
@@ -139,6 +161,31 @@ def test_an_archive_that_another_owner_asked_for_is_held_for_an_hour(
     sweep(ARCHIVE_KEPT_S + 60)
     assert held() == without and being_written.exists()
     assert httpx.get(link).status_code == 200, "it is packed again while the link is valid"
+
+
+def test_a_result_that_was_fetched_goes_and_one_that_was_not_stays(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched, "NOTED_BYTES", 1)
+    monkeypatch.setattr(fetched, "LARGE_BYTES", 1)
+    content, model_id = {"content-type": "application/x-protobuf"}, server.model()
+    steps = [
+        server.http.post("/forward_backward", content=forward_backward_body(model_id, number), headers=content)
+        for number in (1, 2)
+    ]
+    first = server.result(steps[1]).content
+    assert server.result(steps[1]).content == first, "its client may ask again"
+    services = server.app.state.services
+
+    def sweep(after_s: float) -> None:
+        sweeping = services.disk.sweep(time.time() + after_s)
+        asyncio.run_coroutine_threadsafe(sweeping, server.loop).result(20)
+
+    sweep(fetched.RESENT_S - 60)
+    assert server.result(steps[1]).content == first
+    sweep(fetched.RESENT_S + 60)
+    polls = [server.post("/retrieve_future", request_id=step.json()["request_id"]) for step in steps]
+    assert [poll.status_code for poll in polls] == [200, 410]
 
 
 ONE = "/training_runs/{model_id}/checkpoints/weights/n1"

@@ -25,6 +25,7 @@ from tinker_server.models.admission import Admission
 from tinker_server.models.execution import Execution
 from tinker_server.models.lane import Lane, lane_after
 from tinker_server.models.model import Model, ModelStores
+from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, PastOperation
 from tinker_server.store.records import TrainingRun
 
@@ -40,10 +41,13 @@ KEEP_S = 3.0
 class Scheduler:
     """Owns all actors and running samples."""
 
-    def __init__(self, stores: ModelStores, execution: Execution, admission: Admission, gap_grace_s: float) -> None:
+    def __init__(
+        self, stores: ModelStores, execution: Execution, admission: Admission, disk: DiskAccount, gap_grace_s: float
+    ) -> None:
         self._stores = stores
         self._execution = execution
         self._admission = admission
+        self._disk = disk
         self._gap_grace_s = gap_grace_s
         self._actors: dict[str, Actor] = {}
         self._samples: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
@@ -96,10 +100,11 @@ class Scheduler:
         Raises SequenceConflict, ShuttingDown, BadRequest, Busy.
         """
         self.require_open()
+        if operation.operation_kind == "unload_model":  # it makes room
+            return await self._submit_unload(operation)
+        await self._require_room(operation)
         if isinstance(operation.request, SampleRequest):
             return await self._submit_sample(operation, operation.request.num_samples)
-        if operation.operation_kind == "unload_model":
-            return await self._submit_unload(operation)
         actor = self.actor(operation.lane)
         lane = actor.lane or await self._lane(actor, operation.seq_id)
         if not lane.takes(operation.operation_kind, operation.seq_id):
@@ -128,6 +133,18 @@ class Scheduler:
             self._actors.setdefault(operation.lane, actor)  # it may have been forgotten meanwhile
             actor.queue(lane, replace(operation, request_id=accepted.request_id))
         return accepted.request_id
+
+    async def _require_room(self, operation: Operation) -> None:
+        """Raise Busy for new work of an owner that has no room on the disk. A repeat takes none."""
+        try:
+            await self._disk.require_room(operation.owner, operation.size_bytes + operation.answer_bytes)
+        except Busy:
+            if await self._stores.futures.rows.knows(operation.lane, operation.seq_id):
+                return
+            if not isinstance(operation.request, SampleRequest):
+                lane = await self._lane(self.actor(operation.lane), operation.seq_id)
+                lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
+            raise
 
     async def _submit_late(self, operation: Operation) -> str:
         """Accept a repeat of what was accepted before. Raises BadRequest for what comes now for the first time."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ class SampleFiles:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
+        self._held: Counter[str] = Counter()
+        """Bytes of the files by owner."""
+
+    async def held_bytes(self, owner: str) -> int:
+        """Return the bytes of an owner's samples that are saved."""
+        return self._held[owner]
 
     def save(self, samples: list[Shown]) -> None:
         """Write the samples, newest first, that are not there yet and fit; delete all other files."""
@@ -28,25 +35,30 @@ class SampleFiles:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sizes = {path.name: path.stat().st_size for path in self._folder.iterdir()}
-        kept, left_bytes = set[str](), self._max_bytes
+        kept, left_bytes, held = set[str](), self._max_bytes, Counter[str]()
         for shown in samples:
             name = f"{shown.sample_id}.json"
             content = None if name in sizes else _encoded(shown)
-            left_bytes -= sizes[name] if content is None else len(content)
+            size_bytes = sizes[name] if content is None else len(content)
+            left_bytes -= size_bytes
             if left_bytes < 0:
                 break
             kept.add(name)
+            held[shown.owner] += size_bytes
             if content is not None:
                 write_private(self._folder / name, content, durable=False)
         for name in sizes.keys() - kept:
             (self._folder / name).unlink(missing_ok=True)
+        self._held = held
 
     def load(self) -> list[Shown]:
         """Return the saved samples, newest first; those that cannot be read are logged and left out."""
         found = []
         for path in self._folder.glob("*.json") if self._folder.is_dir() else ():
             try:
-                found.append(_decoded(path.read_bytes()))
+                content = path.read_bytes()
+                found.append(_decoded(content))
+                self._held[found[-1].owner] += len(content)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the sample in %s cannot be read: %s", path.name, error)
         return sorted(found, key=lambda shown: shown.at, reverse=True)

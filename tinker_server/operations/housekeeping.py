@@ -19,6 +19,7 @@ from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import Storage
+from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
@@ -88,6 +89,7 @@ class Stores:
     key_uses: KeyUses
     gallery: Gallery
     sample_files: SampleFiles
+    disk: DiskAccount
 
 
 class Housekeeper:
@@ -150,6 +152,7 @@ class Housekeeper:
         await self._stores.steps.expire(now - self._periods.steps_kept_s)
         await self._stores.client_metrics.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)
+        await self._stores.disk.sweep(now)
         await self.save_samples()
 
     async def save_samples(self) -> None:

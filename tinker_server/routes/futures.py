@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
 
 from api_schemas import wire
 from api_schemas.futures import (
@@ -97,19 +98,15 @@ async def retrieve_future(
         state: Literal["active", "paused_capacity"] = "active" if waits_for is None else "paused_capacity"
         pending = RetrieveFuturePending(request_id=request_id, queue_state=state, queue_state_reason=waits_for)
         return Response(pending.model_dump_json(exclude_none=True), 408, media_type="application/json")
-    if result.content_type != wire.PROTOBUF:
-        return Response(result.body, media_type=result.content_type)
-    if wire.PROTOBUF not in accept:
-        return _json_form(result, caller)
     size_bytes = len(result.body)
-    if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and server.futures.first_time_large(request_id):
+    is_protobuf = result.content_type == wire.PROTOBUF and wire.PROTOBUF in accept
+    is_large = is_protobuf and size_bytes > LARGE_RESULT_BYTES
+    if is_large and poll.allow_metadata_only and server.futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
         return Response(metadata.model_dump_json(), media_type="application/json")
-    if size_bytes <= SLICE_BYTES:
-        return Response(result.body, media_type=wire.PROTOBUF)
-    return StreamingResponse(
-        _slices(result.body), media_type=wire.PROTOBUF, headers={"Content-Length": str(size_bytes)}
-    )
+    answer = _answer(result, is_protobuf, caller)
+    answer.background = BackgroundTask(server.futures.note_sent, request_id, result)  # after the last byte
+    return answer
 
 
 @router.post("/retrieve_futures", response_model_exclude_none=True, responses=refused(UnknownSampler))
@@ -148,6 +145,20 @@ async def cancel_future(
     if not scheduler.cancel(request_id, caller):
         await futures.require_finished_sample(request_id, caller)
     return Response(status_code=204)
+
+
+def _answer(result: Result, is_protobuf: bool, owner: str) -> Response:
+    """Return the whole result in the form that its client accepts."""
+    if result.content_type != wire.PROTOBUF:
+        return Response(result.body, media_type=result.content_type)
+    if not is_protobuf:
+        return _json_form(result, owner)
+    size_bytes = len(result.body)
+    if size_bytes <= SLICE_BYTES:
+        return Response(result.body, media_type=wire.PROTOBUF)
+    return StreamingResponse(
+        _slices(result.body), media_type=wire.PROTOBUF, headers={"Content-Length": str(size_bytes)}
+    )
 
 
 def _checked(request_id: str) -> str:

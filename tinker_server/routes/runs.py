@@ -6,9 +6,10 @@ from fastapi import APIRouter, Response
 
 from api_schemas.listing import Cursor, from_unix
 from api_schemas.runs import LogMetricsRequest, TrainingRunInfo, TrainingRunsResponse
-from tinker_server.errors import LimitReached, UnknownModel
+from tinker_server.errors import Busy, LimitReached, UnknownModel
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord
+from tinker_server.store.client_metrics import VALUE_BYTES
 from tinker_server.web.deps import Caller, CatalogDep, Server
 from tinker_server.web.parameters import AskedScope, RunIdInPath, ShortPage
 from tinker_server.web.refusals import refused
@@ -32,11 +33,14 @@ async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: Aske
     return _training_run_info(await catalog.run(run_id, scope, time.time()))
 
 
-@router.post("/training_runs/{run_id}/metrics", status_code=204, responses=refused(UnknownModel, LimitReached))
+@router.post("/training_runs/{run_id}/metrics", status_code=204, responses=refused(UnknownModel, LimitReached, Busy))
 async def log_metrics(run_id: RunIdInPath, request: LogMetricsRequest, server: Server, caller: Caller) -> Response:
     """Record metrics that the client computed, such as a reward, for the run's page."""
     await server.runs.require(run_id, caller)
+    num_bytes = len(request.metrics) * VALUE_BYTES
+    await server.disk.require_room(caller, num_bytes)
     await server.client_metrics.put(run_id, request.step, request.metrics, time.time())
+    server.disk.add(caller, num_bytes)
     server.futures.changes.note(caller)
     return Response(status_code=204)
 

@@ -10,7 +10,7 @@ from sqlalchemy import Table, case, func, select, tuple_
 from backends.lru import LRU
 from tinker_server.errors import LimitReached
 from tinker_server.store.database import Database, delete_before
-from tinker_server.store.tables import ClientMetricRow
+from tinker_server.store.tables import ClientMetricRow, TrainingRunRow
 
 METRICS = cast(Table, ClientMetricRow.__table__)
 KEY = ("model_id", "name", "step")
@@ -21,6 +21,12 @@ MAX_VALUES = 1 << 22
 HUGE = 1e300
 """So many times the values of a run, summed, are finite. Larger ones are scaled before they are summed: a database
 answers an overflow with an error or with infinity."""
+VALUE_BYTES = 400
+"""Bytes of the database for one value, with its key in the indexes: 40,000 took 15 MiB."""
+COUNTED_FOR_S = 3600.0
+"""An owner's values are counted again after this time: old ones are deleted meanwhile."""
+VALUE_BYTES = 400
+"""Bytes of the database for one value, with its keys in the indexes: 40,000 took 15 MiB."""
 RUNS_COUNTED = 1000
 """Runs whose names and number of values are kept in memory."""
 _OF = METRICS.c
@@ -78,6 +84,12 @@ class ClientMetricStore:
         async with self._db.write() as session:
             await session.execute(put, rows)
         counted.names |= set(values)
+
+    async def held_bytes(self, owner: str) -> int:
+        """Return about how many bytes the metrics of an owner's runs take."""
+        query = select(func.count()).select_from(METRICS).join(TrainingRunRow, TrainingRunRow.model_id == _OF.model_id)
+        async with self._db.read() as session:
+            return VALUE_BYTES * int(await session.scalar(query.where(TrainingRunRow.owner == owner)) or 0)
 
     async def _count(self, model_id: str) -> Counted:
         """Count a run's names and values, once: later ones are added by `put`."""

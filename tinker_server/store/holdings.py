@@ -1,32 +1,71 @@
 """Limits on what an owner holds: models, and bytes of the disk that has the data directory.
 
-Bytes are those of saved weights with and without a name, of snapshots, and of archives. Hard links count whole.
-Snapshots are never refused, since models are restored by them.
+One account has all bytes of an owner: of saved weights with and without a name, snapshots, archives, and of what other
+stores count: uploads, bodies, results, client metrics, samples. Hard links count whole. Snapshots are never refused,
+since models are restored by them.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from shutil import disk_usage
 
 from sqlalchemy import String, func, select
 
 from backends.lru import LRU
-from tinker_server.errors import LimitReached
+from tinker_server.errors import DiskFull, LimitReached
 from tinker_server.store.database import Database
 from tinker_server.store.directories import ARCHIVE_SUFFIX, Storage, batches
 from tinker_server.store.tables import CheckpointRow, SamplingSessionRow, TrainingRunRow
 
 GIB = 1 << 30
+Count = Callable[[str], Awaitable[int]]
+"""Returns the bytes that a store has of an owner."""
 MEASURED = 10_000
 """Snapshots whose sizes are kept in memory. A directory never changes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an owner holds of the disk, and may hold: a part of that and what is free. However full the disk is, others
+    have the rest."""
+
+    held_bytes: int
+    free_bytes: int
+    disk_part: float
+
+    @property
+    def allowed_bytes(self) -> float:
+        """Return the bytes that the owner may hold."""
+        return self.disk_part * (self.held_bytes + self.free_bytes)
+
+    def has_room(self, more_bytes: int = 0) -> bool:
+        """Return whether the owner may hold so many bytes more."""
+        return self.held_bytes + more_bytes <= self.allowed_bytes
+
+    def excess_bytes(self, more_bytes: int) -> float:
+        """Return the bytes to delete until there is room: what is deleted lowers what is allowed."""
+        return (self.held_bytes + more_bytes - self.allowed_bytes) / (1 - self.disk_part)
+
+    def described(self, owner: str, more_bytes: int) -> str:
+        """Return the numbers of a refusal."""
+        return (
+            f"weights, snapshots, archives, uploads, requests, results, metrics and samples of {owner} would take"
+            f" {(self.held_bytes + more_bytes) / GIB:.3f} GiB; {self.allowed_bytes / GIB:.3f} GiB are allowed,"
+            f" {self.disk_part:.0%} of what they take and what is free"
+        )
 
 
 class Holdings:
     """Counts stored models and bytes, and those still being written."""
 
-    def __init__(self, db: Database, storage: Storage, max_models: int, disk_part: float) -> None:
+    def __init__(
+        self, db: Database, storage: Storage, max_models: int, disk_part: float, counts: Collection[Count] = ()
+    ) -> None:
+        """`counts`: the bytes that are no directories of weights."""
+        self._counts = counts
         self._db = db
         self._storage = storage
         self._max_models = max_models
@@ -72,27 +111,36 @@ class Holdings:
     async def require_room(self, owner: str, more_bytes: int = 0, replaced: str | None = None) -> None:
         """Raise LimitReached unless the owner may hold so many bytes more once the directory `replaced` is gone.
 
-        An owner may hold a part of what it holds and what is free. However full the disk is, others have the rest.
+        Raises DiskFull where the owner holds little, but the disk has no room.
         """
+        part, freed = await self._part(owner, replaced)
+        more_bytes -= freed
+        if part.has_room(more_bytes):
+            return
+        if part.has_room() and more_bytes > part.free_bytes:
+            raise DiskFull(
+                f"the server's disk has {part.free_bytes} bytes left, and {more_bytes} are needed; try again once there"
+                " is room"
+            )
+        raise LimitReached(f"{part.described(owner, more_bytes)}: delete some, or unload models")
+
+    async def part(self, owner: str) -> Part:
+        """Return what an owner holds of the disk, and may hold."""
+        part, _ = await self._part(owner, None)
+        return part
+
+    async def _part(self, owner: str, replaced: str | None) -> tuple[Part, int]:
         archives, free_bytes = await asyncio.to_thread(self._archives_and_free)
         held, freed = await self._held_bytes(owner, replaced, archives)
-        allowed = self._disk_part * (held + free_bytes)
-        held += more_bytes - freed
-        if held > allowed:
-            raise LimitReached(
-                f"saved weights, snapshots and archives of {owner} would take {held / GIB:.3f} GiB;"
-                f" {allowed / GIB:.3f} GiB are allowed, {self._disk_part:.0%} of what they take and what is free:"
-                " delete some, or unload models"
-            )
+        held += sum([await count(owner) for count in self._counts])
+        return Part(held, free_bytes, self._disk_part), freed
 
     async def bytes_on_disk(self, owner: str) -> int:
         """Return the bytes that the owner holds."""
-        archives, _ = await asyncio.to_thread(self._archives_and_free)
-        held, _ = await self._held_bytes(owner, None, archives)
-        return held
+        return (await self.part(owner)).held_bytes
 
     async def _held_bytes(self, owner: str, replaced: str | None, archives: Mapping[str, int]) -> tuple[int, int]:
-        """Return the bytes that the owner holds, and those of them that are the directory `replaced` with its archive.
+        """Return the bytes of an owner's directories, and those of `replaced` with its archive among them.
 
         The database adds up what may be many rows.
         """

@@ -5,7 +5,19 @@ Rows stay in this folder. It returns the frozen records of `records.py`.
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Dialect, Double, ForeignKey, Index, LargeBinary, UniqueConstraint, false, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Computed,
+    Dialect,
+    Double,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    UniqueConstraint,
+    false,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
@@ -26,6 +38,7 @@ class TrainableJson(TypeDecorator[Trainable]):
 
 
 _LOGGED = text("position IS NOT NULL")
+_HELD = text("held_bytes > 0")
 
 
 class Table(DeclarativeBase):
@@ -151,6 +164,7 @@ class Future(Table):
     __table_args__ = (
         UniqueConstraint("lane", "seq_id"),
         Index("ix_futures_status_finished_at", "status", "finished_at"),
+        Index("ix_futures_held", "owner", "held_bytes", sqlite_where=_HELD, postgresql_where=_HELD),
         Index("ix_futures_log", "lane", "position", sqlite_where=_LOGGED, postgresql_where=_LOGGED),
     )
 
@@ -179,6 +193,22 @@ class Future(Table):
     """Position in its model's log (`replay_log.py`); null: it changed nothing, or the model's snapshot holds it."""
     tries: Mapped[int] = mapped_column(default=0, server_default="0")
     """Servers that began it after an earlier one left it unfinished, since the last server that stopped on request."""
+    held_bytes: Mapped[int] = mapped_column(Computed("length(request) + coalesce(length(result), 0)", persisted=True))
+    """Bytes of body and result. The database computes it, and the index has it: an owner's sum reads no rows."""
+
+
+class FetchedRow(Table):
+    """A result that was sent to its client. Apart from `futures`, where SQLite would write the result again."""
+
+    __tablename__ = "fetched"
+    __table_args__ = (Index("ix_fetched_owner_at", "owner", "at"),)
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str]
+    at: Mapped[float] = mapped_column(index=True)
+    """Time at which it was sent last."""
+    size_bytes: Mapped[int] = mapped_column(index=True)
+    """Bytes of the result."""
 
 
 class Image(Table):
@@ -195,12 +225,14 @@ class ImagePlaceRow(Table):
     """The position in a body of an image that is stored apart."""
 
     __tablename__ = "image_places"
+    __table_args__ = (Index("ix_image_places_owner", "owner", "digest", "size_bytes"),)
 
     request_id: Mapped[str] = mapped_column(primary_key=True)
     start: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """Byte of the whole body."""
     size_bytes: Mapped[int]
     digest: Mapped[str] = mapped_column(index=True)
+    owner: Mapped[str] = mapped_column(server_default="local")
 
 
 class StepRow(Table):

@@ -6,6 +6,7 @@ An upload is what its `upload.json` says; there is no row of it. It is deleted s
 import asyncio
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -84,6 +85,10 @@ class UploadFolder:
         """Return the uploads of an owner that are not finished, and have files or may still get them."""
         mine = [one for one in self.all() if one.owner == owner and not one.is_finished]
         return [one for one in mine if one.expires > now or self._has_files(one.upload_id)]
+
+    async def held_bytes(self, owner: str) -> int:
+        """Return the bytes of the files that an owner's uploads have or may still get."""
+        return sum(one.max_bytes for one in await asyncio.to_thread(self.open_of, owner, time.time()))
 
     def _has_files(self, upload_id: str) -> bool:
         return any((self.path(upload_id) / name).exists() for name in FILES)

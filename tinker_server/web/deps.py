@@ -31,6 +31,7 @@ from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import Storage
+from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.machine_history import MachineHistory
@@ -84,6 +85,7 @@ class Services:
     admission: Admission
     storage: Storage
     holdings: Holdings
+    disk: DiskAccount
     snapshots: Snapshots
     chats: Chats
     weights: WeightStores

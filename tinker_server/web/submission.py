@@ -31,6 +31,7 @@ from tinker_server.web.gate import largest_body, require_quick_to_parse
 
 R = TypeVar("R", bound=Request)
 FORWARD = "forward"
+LOGPROB_BYTES = 4
 MAX_TRACEPARENT = 128
 """Characters of the header; in its current version it has 55."""
 SMALLEST_IMAGE_BYTES = 4096
@@ -72,6 +73,7 @@ class Submission(Generic[R]):
             request=None if OPERATIONS[self.operation_kind].decoded_elsewhere else self.request,
             images=self.images,
             traceparent=self.traceparent,
+            answer_bytes=_answer_bytes(self.request),
         )
         return UntypedFuture(request_id=await scheduler.submit(operation))
 
@@ -190,6 +192,14 @@ def image_places(body: bytes, content_type: str, request: ForwardBackwardRequest
         at = start + len(data)
         places.append(ImagePlace(start, len(data), hashlib.sha256(data).hexdigest()))
     return tuple(places)
+
+
+def _answer_bytes(request: Request) -> int:
+    """Return the bytes of log probabilities of a batch: a body of a kilobyte may ask for a hundred megabytes."""
+    if not isinstance(request, ForwardBackwardRequest):
+        return 0
+    targets = [one.loss_fn_inputs.get("target_tokens") for one in request.forward_backward_input.data]
+    return sum(one.size * LOGPROB_BYTES for one in targets if one is not None)
 
 
 def _images(request: ForwardBackwardRequest) -> Iterator[bytes]:

@@ -67,7 +67,7 @@ class Uploads:
                     f"{len(unfinished)} uploads of {owner} are not finished; {UPLOADS_OF_OWNER} are allowed: finish"
                     " some, or wait until their links have expired"
                 )
-            await self._stores.holdings.require_room(owner, sum(one.max_bytes for one in [*unfinished, upload]))
+            await self._stores.holdings.require_room(owner, upload.max_bytes)
             self._stores.storage.require_lease()
             self.folder.put(upload)
         return upload

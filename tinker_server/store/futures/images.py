@@ -47,6 +47,13 @@ def stored_bytes() -> ColumnElement[int]:
     return func.length(Future.request) + func.coalesce(apart.scalar_subquery(), 0)
 
 
+def held_bytes(owner: str) -> Select[tuple[int]]:
+    """Return a query: the bytes of the images of an owner's bodies, each once."""
+    once = select(func.max(ImagePlaceRow.size_bytes).label("size_bytes")).where(ImagePlaceRow.owner == owner)
+    each = once.group_by(ImagePlaceRow.digest).subquery()
+    return select(func.coalesce(func.sum(each.c.size_bytes), 0))
+
+
 async def add(connection: AsyncConnection, db: Database, operations: Iterable[Operation]) -> None:
     """Store the positions of new operations' images, and those images that are not there yet."""
     found = [(operation, place) for operation in operations for place in operation.images]
@@ -59,7 +66,9 @@ async def add(connection: AsyncConnection, db: Database, operations: Iterable[Op
             body, place = data[digest]
             row = {"digest": digest, "data": body[place.start : place.start + place.size_bytes]}
             await connection.execute(db.insert(Image).values(row))
-    rows = [{"request_id": operation.request_id, **place._asdict()} for operation, place in found]
+    rows = [
+        {"request_id": operation.request_id, "owner": operation.owner, **place._asdict()} for operation, place in found
+    ]
     await connection.execute(db.insert(ImagePlaceRow).on_conflict_do_nothing(), rows)
 
 

@@ -8,6 +8,7 @@ stored does not hold up the others.
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,7 @@ class Unfinished:
     lane: str
     seq_id: int
     owner: str
+    answer_bytes: int = 0
     result: Result | None = None
     """The result while it is on its way to the database."""
     stored: asyncio.Event = field(default_factory=asyncio.Event)
@@ -63,6 +65,10 @@ class FutureQueue:
         self._last_finished_us = 0
         self.last_position = 0
         """The largest position in a log that was given."""
+        self.stored_bytes: Counter[str] = Counter()
+        """By owner, bytes of bodies and results that were stored since the server started."""
+        self.due_bytes: Counter[str] = Counter()
+        """By owner, bytes of results that accepted operations will have."""
         self.flush = self._results.flush
         """Return once all results that have arrived are stored."""
 
@@ -157,14 +163,16 @@ class FutureQueue:
             unfinished.stored.set()
 
     def _add(self, operation: Operation) -> None:
+        self.due_bytes[operation.owner] += operation.answer_bytes
         self._unfinished[operation.request_id] = Unfinished(
-            operation.operation_kind, operation.lane, operation.seq_id, operation.owner
+            operation.operation_kind, operation.lane, operation.seq_id, operation.owner, operation.answer_bytes
         )
 
     def _remove(self, request_id: str) -> None:
         """Wake the polls of an operation whose result is stored, or that was not accepted."""
         if (unfinished := self._unfinished.pop(request_id, None)) is not None:
             unfinished.stored.set()
+            self.due_bytes[unfinished.owner] -= unfinished.answer_bytes
 
     async def _write_submits(self, batch: list[Submit]) -> None:
         try:
@@ -202,6 +210,7 @@ class FutureQueue:
     def _accept(self, operation: Operation, first: First) -> Accepted:
         """Answer a submit. A queued row that is unknown here was stored by a commit that seemed to fail: adopt it."""
         if first.request_id == operation.request_id:
+            self.stored_bytes[operation.owner] += operation.size_bytes
             return Accepted(first.request_id, is_new=True)
         is_new = first.is_queued and first.request_id not in self._unfinished
         if is_new:
@@ -250,6 +259,7 @@ class FutureQueue:
         stamped = [(request_id, self._stamp(result)) for request_id, result in batch]
         await self._rows.finish(stamped)
         for request_id, result in stamped:
+            self.stored_bytes[result.owner] += len(result.body)
             self._remove(request_id)
             self._on_stored(request_id, result)
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, cast
 
-from sqlalchemy import Table, bindparam, delete, func, select, update
+from sqlalchemy import Table, bindparam, delete, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from tinker_server.errors import SequenceConflict
@@ -138,6 +138,12 @@ class FutureRows:
         query = select(func.length(Future.result)).where(Future.request_id == request_id, Future.owner == owner)
         async with self._db.read() as session:
             return int(await session.scalar(query) or 0)
+
+    async def held_bytes(self, owner: str) -> int:
+        """Return the bytes of an owner's bodies, with their images, and results."""
+        held = select(func.sum(Future.held_bytes)).where(Future.owner == owner, text("held_bytes > 0"))
+        async with self._db.read() as session:
+            return int(await session.scalar(held) or 0) + int(await session.scalar(images.held_bytes(owner)) or 0)
 
     async def knows(self, lane: str, seq_id: int) -> bool:
         """Return whether an operation was accepted under this number."""

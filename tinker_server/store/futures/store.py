@@ -4,6 +4,7 @@ An operation is accepted, and a result answered, once it is stored. Polls are wo
 database.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +13,7 @@ from backends.lru import LRU
 from tinker_server.errors import BadRequest, DatabaseUnavailable, ResultExpired, UnknownFuture
 from tinker_server.store.database import Database
 from tinker_server.store.futures.batch_writer import BatchWriter
+from tinker_server.store.futures.fetched import RESENT_S, FetchedResults, Sent
 from tinker_server.store.futures.notifications import Changes, Completions
 from tinker_server.store.futures.queue import FutureQueue
 from tinker_server.store.futures.records import Operation, Result
@@ -46,10 +48,12 @@ class FutureStore:
         """`recent_bytes`: results cached in memory. `on_stored` is called with the request_id of each stored result."""
         self.rows = FutureRows(db)
         self.queue = FutureQueue(self.rows, clock, max_result_bytes, self._stored)
+        self.fetched = FetchedResults(db)
         self.completions = Completions(self.rows.completions)
         self.changes = Changes()
         """Notifications of stored results."""
         self._on_stored = on_stored
+        self._clock = clock
         self._recent: LRU[str, Result] = LRU(recent_bytes, lambda result: len(result.body))
         self._announced: set[str] = set()
         self._deletions = BatchWriter("deletions writer", self._write_deletions, DELETIONS_AT_ONCE)
@@ -64,6 +68,8 @@ class FutureStore:
         """Write what is pending, then end."""
         await self.queue.stop()
         await self._deletions.stop()
+        with contextlib.suppress(DatabaseUnavailable):  # what is lost stays until its time is over
+            await self.fetched.save()
 
     async def logged(self, model_id: str) -> AsyncIterator[Entry]:
         """Yield the log of a model in order, with what is still on its way to the database."""
@@ -126,6 +132,29 @@ class FutureStore:
         self.completions.evict_idle()
         self._announced.clear()
         await self.rows.expire(before, before - TOMBSTONES_KEPT_S)
+        await self.fetched.forget(before)
+
+    async def note_sent(self, request_id: str, result: Result) -> None:
+        """Note that the whole of a result was sent to its client."""
+        self.fetched.note(Sent(request_id, result.owner, self._clock(), len(result.body)))
+
+    async def expire_large(self, now: float) -> None:
+        """Delete the large results that were sent a while ago."""
+        await self.fetched.save()
+        await self._expire(await self.fetched.large(now - RESENT_S))
+
+    async def expire_fetched(self, owner: str, num_bytes: float, now: float) -> int:
+        """Delete an owner's results that were sent first, a while ago, until so many bytes are free; return their
+        number."""
+        await self.fetched.save()
+        request_ids = await self.fetched.oldest(owner, now - RESENT_S, num_bytes)
+        await self._expire(request_ids)
+        return len(request_ids)
+
+    async def _expire(self, request_ids: list[str]) -> None:
+        await self.fetched.delete(request_ids)
+        for request_id in request_ids:
+            self._recent.pop(request_id)
 
     def _stored(self, request_id: str, result: Result) -> None:
         self._recent.put(request_id, result)

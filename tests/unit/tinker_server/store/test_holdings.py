@@ -8,38 +8,17 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import delete
 
-from api_schemas.sessions import CreateSessionRequest
-from api_schemas.training import Trainable
+from tests.stored_runs import TRAINABLE, run_of
 from tinker_server.errors import LimitReached
 from tinker_server.store import holdings
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
-from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
+from tinker_server.store.records import Checkpoint, SamplingSession
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
-from tinker_server.store.sessions import SessionStore
 from tinker_server.store.tables import SamplingSessionRow
-
-TRAINABLE = Trainable(rank=8, seed=1)
-
-
-async def run_of(db: Database, owner: str, number: int = 0) -> TrainingRun:
-    session_id = await SessionStore(db).create(CreateSessionRequest(), None, owner)
-    run = TrainingRun(
-        model_id=f"{session_id}:train:{number}",
-        owner=owner,
-        session_id=session_id,
-        model_seq_id=number,
-        base_model="tiny",
-        trainable=TRAINABLE,
-        optimizer_config={},
-        status="active",
-        created_at=1.0,
-    )
-    await RunStore(db).add(run)
-    return run
 
 
 async def test_models_count_while_they_are_made_and_until_they_are_unloaded(db: Database, tmp_path: Path) -> None:

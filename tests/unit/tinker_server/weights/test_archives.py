@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinker_server.errors import LimitReached
+from tinker_server.errors import DiskFull
 from tinker_server.store import holdings
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
@@ -96,11 +96,11 @@ async def test_an_owner_with_many_archives_leaves_a_thread_to_others(archives: A
     assert all(path.exists() for path in await asyncio.gather(*asked))
 
 
-async def test_no_archive_is_packed_where_the_owners_part_of_the_disk_is_taken(
+async def test_no_archive_is_packed_where_the_disk_has_no_room(
     archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=19_999_999))
-    with pytest.raises(LimitReached, match=r"archives of alice would take 0\.019 GiB"):
+    with pytest.raises(DiskFull, match="has 19999999 bytes left, and 20000000 are needed"):
         await archives.get(DIRECTORY, "alice")
     assert not packed(tmp_path)
     monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=20_000_000))
