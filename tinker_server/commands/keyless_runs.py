@@ -33,7 +33,7 @@ async def advise(settings: Settings) -> str:
     )
 
 
-async def _count_runs(database_url: str) -> int:
+async def _count_runs(database_url: str | URL) -> int:
     url = _for_reading(make_url(database_url))
     if url is None:
         return 0
