@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
@@ -67,6 +67,21 @@ def words(count: int, seed: int = 0) -> EncodedTextChunk:
 
 def image(width: int, height: int, seed: int = 0) -> ImageChunk:
     return ImageChunk(data=photo(width, height, seed), format="png")
+
+
+def twins(width: int, height: int) -> tuple[ImageChunk, ImageChunk]:
+    """Two photographs whose files have one length, and the same first and last 8,192 bytes: a camera's description."""
+    camera = PngImagePlugin.PngInfo()
+    for is_behind_the_pixels in (False, True):
+        camera.add(b"caMa", bytes(8192), after_idat=is_behind_the_pixels)
+    files = []
+    for seed in (1, 2):
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(photo(width, height, seed))).save(buffer, "png", pnginfo=camera, compress_level=0)
+        files.append(buffer.getvalue())
+    first, second = files
+    assert len(first) == len(second) and first[:8192] == second[:8192] and first[-8192:] == second[-8192:]
+    return ImageChunk(data=first, format="png"), ImageChunk(data=second, format="png")
 
 
 def prompt(*chunks: Chunk) -> ModelInput:

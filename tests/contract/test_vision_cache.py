@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
@@ -18,8 +19,17 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import TrainerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, image, present, prompt, words
-from tests.trainers import SMOOTH, assert_same, config, forward_backward, gradients, perturb
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, twins, words
+from tests.trainers import (
+    SMOOTH,
+    assert_same,
+    config,
+    forward_backward,
+    gradients,
+    logprobs,
+    perturb,
+    reference_logprobs,
+)
 
 LORA = Trainable(rank=8, seed=1)
 SMALL, WIDE, TALL = image(64, 64, 1), image(160, 64, 2), image(64, 160, 3)
@@ -97,6 +107,24 @@ def test_a_kept_image_counts_as_a_computed_one_and_is_computed_once(keeping, for
     assert tower.take() == 0
     assert_agree(first, wanted)
     assert_agree((again[0][::-1], again[1]), wanted)
+
+
+def test_photographs_whose_files_begin_and_end_alike_are_two_images(keeping, tiny_vl, renderer):
+    """Each is scored as transformers scores it, with a renderer of its own that has seen no other photograph."""
+    reference = AutoModelForImageTextToText.from_pretrained(tiny_vl).eval()
+    keeping.create_model("fresh", LORA)
+    items = [datum(prompt(words(2), one, words(8, 1)), renderer, 4) for one in twins(96, 64)]
+    tower = Tower(keeping)
+    together = logprobs(keeping, items, "fresh")
+    assert tower.take() == 2
+    later = [*logprobs(keeping, items[1:], "fresh"), *logprobs(keeping, items[:1], "fresh")]
+    assert tower.take() == 0
+    with torch.no_grad():
+        wanted = [reference_logprobs(make_renderer(tiny_vl), item, reference)[:, 0].numpy() for item in items]
+    assert np.abs(wanted[0] - wanted[1]).max() > 0.01
+    for got in (together, later[::-1]):
+        np.testing.assert_allclose(np.stack(got), np.stack(wanted), atol=1e-4)
+    keeping.delete_model("fresh")
 
 
 def test_new_and_cached_images_share_a_microbatch(keeping, forgetting, renderer):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from api_schemas.inputs import ModelInput, TensorData
-from tests.factories import MIXED, present, prompt, words
+from tests.factories import MIXED, make_renderer, present, prompt, twins, words
 from tests.sampling import (
     ADJACENT,
     ATOL,
+    Reference,
     assert_close,
     assert_sequence_close,
     drawn,
@@ -32,6 +33,21 @@ async def test_prompt_and_sample_logprobs_are_those_of_transformers(sampler, ref
     response = await sample(sampler, request(model_input, prompt_logprobs=True), None)
     assert_close(response.prompt_logprobs, reference.prompt_logprobs(model_input))
     assert_sequence_close(response, reference, model_input, None)
+
+
+async def test_photographs_whose_files_begin_and_end_alike_are_two_images(sampler, tiny_vl):
+    """For the caches of pixels, of features and of prefixes: each is scored as transformers scores it alone."""
+    inputs = [prompt(words(100, 1), one, words(60, 2)) for one in twins(96, 64)]
+    references = [Reference(tiny_vl, make_renderer(tiny_vl), {"small": 4}) for _ in inputs]
+    wanted = [one.prompt_logprobs(model_input) for one, model_input in zip(references, inputs, strict=True)]
+    assert np.nanmax(np.abs(wanted[0] - wanted[1])) > 100 * ATOL
+    for model_input, expected, alone in zip(inputs, wanted, references, strict=True):
+        scored = await sample(sampler, request(model_input, prompt_logprobs=True), None)
+        assert_close(scored.prompt_logprobs, expected)
+        for _ in range(2):
+            response = await sample(sampler, request(model_input), None)
+            assert_sequence_close(response, alone, model_input, None)
+        assert response.prompt_cache_hit_tokens >= 128, "the block with the image was taken from the cache"
 
 
 async def test_temperature_scales_logprobs_of_samples_but_not_of_the_prompt(sampler, reference, adapters):
@@ -87,7 +103,9 @@ async def test_top_k_and_top_p_shut_out_unlikely_tokens_and_renormalise(sampler,
             assert one.logprobs[0] == pytest.approx(logprobs_V[one.tokens[0]] - normaliser, abs=ATOL)
 
 
-async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference, adapters):
+async def test_topk_tables_hold_the_likeliest_tokens_in_order_and_nothing_at_images(
+    sampler, renderer, reference, adapters
+):
     model_input = MIXED["one image"]
     response = await sample(
         sampler,
@@ -97,8 +115,10 @@ async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference
     sequence, length = response.sequences[0], len(present(response.prompt_logprobs))
     logprobs, token_ids = reference.logprobs_TV(model_input, sequence.tokens, "large").topk(5)
     table = response.topk_prompt_logprobs
-    assert (present(table).token_ids[0] == 0).all()
-    assert (present(table).logprobs[0] == -99999.0).all()
+    (span,) = renderer.render(model_input, "prompt").spans
+    for row in (0, *range(span.offset, span.offset + span.num_tokens)):
+        assert present(table).token_ids[row].tolist() == [0] * 3
+        assert present(table).logprobs[row].tolist() == [-99999.0] * 3
     for row in np.flatnonzero(np.nan_to_num(present(response.prompt_logprobs)) != 0):
         assert_close(present(table).logprobs[row], logprobs[row - 1, :3].numpy())
         assert present(table).token_ids[row].tolist() == token_ids[row - 1, :3].tolist()

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from api_schemas.sampling import SampleRequest, SamplingParams
 from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
 from backends.sampler.checks import check_sample
-from tests.factories import image, make_renderer, photo, prompt, text, words
+from tests.factories import image, make_renderer, photo, prompt, text, twins, words
 
 
 def file_of(picture: Image.Image, format: str) -> bytes:
@@ -108,9 +108,10 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(tiny_vl):
         renderer.layout(prompt(text(1), image(200, 100)), "prompt")
 
 
-def test_a_wrong_expected_tokens_names_both_counts(renderer):
-    chunk = ImageChunk(data=photo(96, 64), format="png", expected_tokens=63)
-    with pytest.raises(InvalidInput, match="datum 4, chunk 0: Expected 63 tokens, got 6 from image"):
+@pytest.mark.parametrize("expected", [63, 5, 0])
+def test_a_wrong_expected_tokens_names_both_counts(renderer, expected):
+    chunk = ImageChunk(data=photo(96, 64), format="png", expected_tokens=expected)
+    with pytest.raises(InvalidInput, match=f"datum 4, chunk 0: Expected {expected} tokens, got 6 from image"):
         renderer.layout(prompt(chunk), "datum 4")
 
 
@@ -165,3 +166,34 @@ def test_the_same_image_is_processed_once(renderer):
     model_input = prompt(image(60, 60, 9), words(2), image(60, 60, 9))
     first, second = renderer.render(model_input, "prompt").images
     assert first is second
+
+
+def camera_jpegs(width, height):
+    """Two photographs of one camera: more than 8,192 bytes of EXIF before the first that differs."""
+    exif = Image.Exif()
+    exif[0x010E] = "a description" * 1000
+    files = []
+    for seed in (1, 2):
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(photo(width, height, seed))).save(buffer, "jpeg", exif=exif.tobytes())
+        files.append(buffer.getvalue())
+    assert files[0][:8192] == files[1][:8192]
+    return [ImageChunk(data=data, format="jpeg") for data in files]
+
+
+@pytest.mark.parametrize("files", [twins, camera_jpegs])
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_photographs_whose_files_begin_alike_are_two_images(tiny_vl, files, prefetches):
+    """Each has the pixels that the model's own processor makes of its file, and no cache takes one for the other."""
+    processor = AutoImageProcessor.from_pretrained(tiny_vl)
+    chunks, renderer = files(96, 64), make_renderer(tiny_vl)
+    wanted = [processor(Image.open(io.BytesIO(one.data)), return_tensors="pt")["pixel_values"] for one in chunks]
+    both = prompt(words(2), chunks[0], words(1), chunks[1])
+    if prefetches:
+        renderer.prefetch([both])
+    first, second = renderer.render(both, "prompt").images
+    assert torch.equal(first.tensors["pixel_values"], wanted[0])
+    assert torch.equal(second.tensors["pixel_values"], wanted[1])
+    assert [key for key, _ in renderer.image_spans(both)] == [first.hash, second.hash]
+    (other,) = renderer.render(prompt(chunks[1]), "prompt", known={first.hash}).images
+    assert torch.equal(other.tensors["pixel_values"], wanted[1])

@@ -19,7 +19,8 @@ from tinker_server.store.tables import Future, Image, ImagePlaceRow
 from tinker_server.web.submission import image_places
 
 OWNER = "alice"
-IMAGES = [np.random.default_rng(seed).bytes(5000 + seed) for seed in range(3)]
+IMAGES = [bytes(8192) + np.random.default_rng(seed).bytes(1000) + bytes(8192) for seed in range(3)]
+"""Files of one length that begin and end alike, as those of one camera may."""
 
 
 def protobuf_body(images: list[bytes]) -> bytes:
