@@ -53,6 +53,19 @@ def test_a_request_decodes_to_what_was_sent():
     assert work.data[0].loss_fn_inputs["target_tokens"].tolist() == [[0, 7], [0, 0], [8, 0]]
 
 
+@pytest.mark.parametrize("expected", [None, 0, 4])
+def test_no_expected_tokens_and_none_expected_are_told_apart(expected: int | None) -> None:
+    image = pb.ImageChunk(data=photo(40, 40), format="png", expected_tokens=expected)
+    message = pb.ForwardBackwardRequest(model_id="m", data=[pb.Datum(model_input=[pb.Chunk(image=image)])])
+    request = wire.decode_forward_backward(message.SerializeToString())
+    (chunk,) = request.forward_backward_input.data[0].model_input.chunks
+    assert as_image(chunk).expected_tokens == expected
+    for name in ("expected_tokens", "tokens"):  # the second is that of older SDKs
+        chunks = [{"data": "aGk=", "format": "png", name: expected}]
+        sample = SampleRequest.model_validate({"prompt": {"chunks": chunks}, "sampling_params": {}})
+        assert as_image(sample.prompt.chunks[0]).expected_tokens == expected
+
+
 def large() -> pb.ForwardBackwardRequest:
     """Two datums that are parsed in pieces, and one that is not."""
     message = encoded(forward_only=True)
