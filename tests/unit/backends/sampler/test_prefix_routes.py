@@ -1,13 +1,16 @@
 """Requests with the same beginning go to the same engine, unless it is clearly busier."""
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.sampling import SamplingParams
 from backends.protocol import ChatTask, SamplingTask
+from backends.sampler import prefix_routes
 from backends.sampler.prefix_routes import (
     BLOCK_TOKENS,
     SLACK_TOKENS,
@@ -18,7 +21,7 @@ from backends.sampler.prefix_routes import (
     task_pieces,
     task_tokens,
 )
-from tests.factories import as_text, image, prompt, words
+from tests.factories import as_text, image, photo, prompt, words
 
 IDLE = {0: 0, 1: 0, 2: 0}
 
@@ -72,9 +75,29 @@ def test_prompts_that_share_a_beginning_with_an_image_go_together_and_others_do_
 
 
 def test_images_that_differ_are_told_apart_by_their_ends() -> None:
-    assert isinstance(image(64, 96, 1), ImageChunk)
-    first, second = (task_pieces(task(prompt(image(64, 96, seed))))[0].digest for seed in (1, 2))
-    assert first != second
+    """Also files of one length."""
+    first, second = (raw_picture(seed) for seed in (1, 2))
+    assert len(first.data) == len(second.data)
+    assert len({task_pieces(task(prompt(one)))[0].digest for one in (first, second, raw_picture(1))}) == 2
+    head, tail = (b"a", b"b"), (b"c", b"d")
+    ends = [ImageChunk(data=one + bytes(10_000) + other, format="png") for one in head for other in tail]
+    assert len({task_pieces(task(prompt(one)))[0].digest for one in ends}) == 4
+
+
+def raw_picture(seed: int) -> ImageChunk:
+    """A PNG that is not compressed: its length is that of any picture of its size."""
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(photo(64, 96, seed))).save(buffer, "png", compress_level=0)
+    return ImageChunk(data=buffer.getvalue(), format="png")
+
+
+def test_a_prompt_whose_first_piece_is_forgotten_is_a_new_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its later pieces alone say nothing: a prefix cache ends at the first block that it does not have."""
+    monkeypatch.setattr(prefix_routes, "_REMEMBERED_PIECES", 4)
+    routes, pieces = PrefixRoutes(), [Piece(1, BLOCK_TOKENS), Piece(2, BLOCK_TOKENS)]
+    assert routes.choose(pieces, {0: 9, 1: 0}) == 1
+    routes.choose([Piece(number, 1) for number in (3, 4, 5)], IDLE)  # one too many
+    assert routes.choose(pieces, {0: 0, 1: 9}) == 0
 
 
 def test_text_in_several_chunks_is_the_same_prompt() -> None:
