@@ -120,8 +120,15 @@ def test_a_sequence_outside_of_its_mask_contributes_nothing_to_gspo(masks: list[
     assert [bool(one.any()) for one in of_each] == [any(mask) for mask in masks]
 
 
-def plain(loss_fn: str, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """The formulas as the papers write them, in float64."""
+def plain(
+    loss_fn: str,
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The formulas of one datum as the papers write them, in float64; `mask`: the positions of gspo's ratio, all by
+    default."""
     ratio = (logprobs - old).exp()
     match loss_fn:
         case "importance_sampling":
@@ -130,7 +137,8 @@ def plain(loss_fn: str, logprobs: torch.Tensor, old: torch.Tensor, advantages: t
             return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
         case "cispo":
             return -(ratio.detach().clamp(0, 4) * logprobs * advantages).sum()
-    sequence = (logprobs - old).detach().mean().exp() * (logprobs - logprobs.detach()).exp()
+    gap = (logprobs - old).detach()
+    sequence = (gap if mask is None else gap[mask != 0]).mean().exp() * (logprobs - logprobs.detach()).exp()
     return -torch.minimum(sequence * advantages, sequence.clamp(1 - 3e-4, 1 + 4e-4) * advantages).sum()
 
 
@@ -145,6 +153,40 @@ def test_ratios_up_to_e_to_the_80_have_the_plain_formulas_gradient(loss_fn: str,
     assert logprobs.grad is not None
     assert got_value == pytest.approx(value.item(), rel=2e-5)
     assert got_gradient == pytest.approx(logprobs.grad.tolist(), rel=2e-5)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_the_loss_of_several_datums_is_the_sum_of_the_plain_formulas_of_each(loss_fn: str) -> None:
+    """Of different lengths and, for gspo, ratios: below its bounds, within them and above. Its ratio is that of the
+    masked positions, which differ from datum to datum."""
+    random = np.random.default_rng(0)
+    data, parts, wanted = [], [], []
+    for length, shift in ((3, -1.0), (1, 1e-4), (7, 1.0), (4, 0.0)):
+        current = torch.from_numpy(random.normal(-3, 1, length)).requires_grad_()
+        mask = np.ones(length, np.float32)
+        mask[1::2] = 0
+        old = current.detach().numpy() - np.where(mask, shift, random.normal(size=length))
+        advantages = random.normal(size=length)
+        inputs = {"logprobs": old, "advantages": advantages, "sequence_ratio_mask": mask}
+        named = {name: values.astype(np.float32) for name, values in inputs.items()}
+        if loss_fn != "gspo":
+            del named["sequence_ratio_mask"]
+        tokens = np.arange(length)
+        chunk = EncodedTextChunk(tokens=tokens)
+        data.append(Datum(model_input=ModelInput(chunks=[chunk]), loss_fn_inputs={"target_tokens": tokens, **named}))
+        parts.append(current)
+        given = [torch.from_numpy(values.astype(np.float64)) for values in (old, advantages)]
+        wanted.append(plain(loss_fn, current, *given, torch.from_numpy(mask)))
+    torch.stack(wanted).sum().backward()
+    loss = LOSSES[loss_fn]
+    settings = loss_config(loss, ForwardBackwardInput(data=data, loss_fn=loss_fn))
+    logprobs = torch.cat([one.detach() for one in parts]).float()[:, None].requires_grad_()
+    value = loss.compute(loss_inputs(loss, settings, data, logprobs.device)(logprobs))
+    value.backward()
+    assert value.item() == pytest.approx(sum(one.item() for one in wanted), rel=1e-5)
+    gradient = torch.cat([present(one.grad) for one in parts])
+    assert (gradient != 0).any()
+    assert present(logprobs.grad)[:, 0].tolist() == pytest.approx(gradient.tolist(), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
