@@ -15,7 +15,8 @@ from torch import Tensor
 
 from api_schemas.inputs import Datum
 from backends.inputs.rendering import Renderer
-from tests.conformance.reference import Reference, Trained, assert_gradients
+from tests.conformance.failures import bad
+from tests.conformance.reference import PLAIN, Reference, Trained, assert_gradients
 from tests.factories import MIXED, datum
 from tests.servers import MODEL, sdk_datum
 from tests.training import batch, step
@@ -80,6 +81,28 @@ def test_030_requests_before_a_step_add_up_and_the_step_clears_them(
     assert_gradients(trained.gradient(before), reference.gradient(cross_entropy(reference, data)))
     with pytest.raises(tinker.RequestFailedError, match="no gradient"):
         trained.client.optim_step(types.AdamParams()).result()
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "nonsense"])
+def test_088_after_a_failed_request_a_step_is_refused_and_the_next_gradient_is_whole(
+    trained: Trained, reference: Reference, renderer: Renderer, loss_fn: str
+) -> None:
+    """A failed datum of a known loss, or an unknown loss: what was added before it is no part of a later step."""
+    before, data = trained.adapter(), batch(renderer)
+    reference.take(before)
+    lost = batch(renderer, 5)
+    trained.client.forward_backward([sdk_datum(item) for item in lost], "cross_entropy").result()
+    broken = bad(target_tokens=np.full(5, 999)) if loss_fn == "cross_entropy" else bad()
+    failing = trained.client.forward_backward([sdk_datum(lost[0]), broken], loss_fn)  # type: ignore[arg-type]
+    stepping = trained.client.optim_step(PLAIN)
+    for future, message in ((failing, "999|nonsense"), (stepping, "incomplete")):
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            future.result()
+    for name, tensor in trained.adapter().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    output = trained.client.forward_backward([sdk_datum(item) for item in data], "cross_entropy").result()
+    assert_logprobs(output, reference, data)
+    assert_gradients(trained.gradient(before), reference.gradient(cross_entropy(reference, data)))
 
 
 def sparse(array: np.ndarray) -> types.TensorData:
