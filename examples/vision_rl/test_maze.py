@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from maze import CELLS, DISTANCES, MOVES, PIXELS, SIDE, SPARE_MOVES, Cell, Maze, MazeEnv, maze, maze_env
+from maze import CELLS, DISTANCES, MOVES, PIXELS, SIDE, SPARE_MOVES, Cell, Maze, MazeEnv, maze, maze_env, warm_start
 from PIL import Image
 from tinker_cookbook.rl.message_env import MessageStepResult
 
@@ -97,3 +97,19 @@ def test_a_shortest_path_always_reaches_the_goal_and_a_shorter_one_never() -> No
 
 def test_every_direction_is_the_first_of_some_shortest_path() -> None:
     assert {(maze(seed).shortest_path() or [""])[0] for seed in range(60)} == set(MOVES)
+
+
+def test_each_picture_of_the_warm_start_shows_where_the_moves_before_it_have_led() -> None:
+    for seed in range(20):
+        messages = warm_start(seed)
+        place = maze(seed)
+        cells, (column, row) = [place.player], place.player
+        for told in messages[1::2]:
+            move = told["content"].removeprefix("<action>").removesuffix("</action>")
+            column, row = column + MOVES[move][0], row + MOVES[move][1]
+            cells.append((column, row))
+        assert cells[-1] == place.goal and len(set(cells)) == len(cells) > 2
+        for message, player in zip(messages[::2], cells[:-1], strict=True):
+            picture = message["content"][0]["image"]
+            assert [cell for cell in CELLS if colour(picture, cell) == RED] == [player]
+            assert [cell for cell in CELLS if colour(picture, cell) == GREEN] == [place.goal]

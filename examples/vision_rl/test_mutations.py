@@ -70,6 +70,48 @@ MUTATIONS = {
         "[self._feedback(call) for call in calls]",
         "test_feedback.py::test_each_prompt_goes_on_from_the_last_turn_and_the_picture_is_shown_once",
     ),
+    "an answer that is cut off is rewarded": Mutation(
+        "base.py",
+        "BAD_ANSWER_REWARD = 0.0",
+        "BAD_ANSWER_REWARD = 1.0",
+        "test_tokens.py::test_an_answer_that_is_cut_off_or_has_no_end_is_worth_nothing",
+    ),
+    "answers are equal that differ by less than one": Mutation(
+        "geometry.py",
+        "abs(float(answer) - float(truth)) < 1e-6",
+        "abs(float(answer) - float(truth)) < 1",
+        "test_records.py::test_answers_are_compared_as_numbers",
+    ),
+    "the first of several boxes is the answer": Mutation(
+        "geometry.py",
+        "same(boxed[-1], self.record.ground_truth)",
+        "same(boxed[0], self.record.ground_truth)",
+        "test_records.py::test_the_last_of_several_boxes_is_the_answer",
+    ),
+    "the tool tells the answer": Mutation(
+        "geometry.py",
+        "is {_fault(answer, self.record.ground_truth)}; try again",
+        "is {_fault(answer, self.record.ground_truth)}; try {self.record.ground_truth}",
+        "test_records.py::test_the_tools_words_help_with_the_next_answer_and_do_not_tell_it",
+    ),
+    "the warm start of the maze never moves the player": Mutation(
+        "maze.py",
+        "        place = place.after(move)\n    return messages",
+        "    return messages",
+        "test_maze.py::test_each_picture_of_the_warm_start_shows_where_the_moves_before_it_have_led",
+    ),
+    "the warm start weighs all answers": Mutation(
+        "teach.py",
+        "TrainOnWhat.LAST_ASSISTANT_MESSAGE",
+        "TrainOnWhat.ALL_ASSISTANT_MESSAGES",
+        "test_teach.py::test_a_datum_of_the_warm_start_weighs_its_last_answer_alone",
+    ),
+    "saved weights are measured on other episodes than a run validates on": Mutation(
+        "evaluate_policy.py",
+        "options.episodes).get_batch(0)",
+        "options.episodes).get_batch(1)",
+        "test_teach.py::test_a_policy_is_measured_on_the_episodes_that_a_run_validates_on",
+    ),
 }
 
 

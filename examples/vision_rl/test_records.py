@@ -187,11 +187,16 @@ def test_the_tool_answers_with_text_and_a_right_box_is_rewarded() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [("1", "too small"), ("5", "too large"), ("many", "wrong"), ("2", "score 1.0: give this answer in the box")],
+    [
+        ("1", "score 0.0: the answer 1 is too small; try again"),
+        ("5", "score 0.0: the answer 5 is too large; try again"),
+        ("many", "score 0.0: the answer many is wrong; try again"),
+        ("2", "score 1.0: give this answer in the box"),
+    ],
 )
-def test_the_tools_words_help_with_the_next_answer(answer: str, said: str) -> None:
+def test_the_tools_words_help_with_the_next_answer_and_do_not_tell_it(answer: str, said: str) -> None:
     (asked,) = played({"role": "assistant", "content": "", "tool_calls": [call(answer)]})
-    assert said in asked.next_messages[-1]["content"] and asked.reward == 0.0
+    assert asked.next_messages[-1]["content"] == said and asked.reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,15 @@ def test_a_wrong_box_or_none_ends_the_episode_without_a_reward() -> None:
 
 
 def test_answers_are_compared_as_numbers() -> None:
-    assert same("12.0", "12") and same(" Yes", "yes") and not same("1", "12")
+    assert same("12.0", "12") and same("12.0000001", "12") and same(" Yes", "yes")
+    for answer in ("1", "11", "13", "11.5", "12.001", "-12"):
+        assert not same(answer, "12")
+
+
+def test_the_last_of_several_boxes_is_the_answer() -> None:
+    for content, reward in (("\\boxed{3}, no: \\boxed{2}", 1.0), ("\\boxed{2}, no: \\boxed{3}", 0.0)):
+        (step,) = played({"role": "assistant", "content": content})
+        assert (step.reward, step.episode_done) == (reward, True)
 
 
 @pytest.mark.parametrize(

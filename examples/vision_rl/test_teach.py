@@ -1,14 +1,20 @@
 """Steps of teach.py before RL begins."""
 
 import asyncio
+import random
+from collections import Counter
 from pathlib import Path
 
 import chz
+import evaluate_policy
+import numpy as np
 import pytest
-from base import Episodes, Served
+import tinker
+from base import Episodes, Served, renderer_of
 from prepare import write
 from records import make_row
-from teach import TASKS, TINY_VL, Data, Options, chosen, warm_state
+from teach import TASKS, TINY_VL, Data, Options, chosen, one_turn, warm_state
+from test_tokens import IM_END, RED, column
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 
@@ -68,3 +74,57 @@ def test_held_out_questions_come_from_the_file_beside_that_of_training(tmp_path:
         (env, *_) = asyncio.run(episodes.get_batch(0)[0].make_envs())
         asked.append(env.message_env.record.messages[0]["content"][0]["text"])
     assert asked == ["training", "held out"]
+
+
+@pytest.mark.parametrize("task_name", TASKS)
+def test_a_datum_of_the_warm_start_weighs_its_last_answer_alone(task_name: str) -> None:
+    """Each answer of a conversation is the last one of some datum."""
+    renderer = renderer_of(Served("tinker-server/tiny-vl", TINY_VL))
+    messages = next(
+        found for found in map(TASKS[task_name].warm_start, range(100)) if len(found) > 3 or task_name == "squares"
+    )
+    draw, seen = random.Random(0), Counter[int]()
+    for _ in range(30):
+        datum = one_turn(messages, renderer, draw)
+        weights, targets = (column(datum, name) for name in ("weights", "target_tokens"))
+        learned = [int(target) for target, weight in zip(targets, weights, strict=True) if weight]
+        assert len(targets) - 1 == weights.index(max(weights)) + len(learned) - 1, "the last tokens, and no others"
+        words = renderer.tokenizer.decode(learned)
+        fitting = [turn for turn in range(1, len(messages), 2) if said(messages[turn]) in words]
+        assert words.count("<|im_end|>") == 1 and fitting
+        seen.update(fitting)
+    assert set(seen) == set(range(1, len(messages), 2))
+
+
+def said(message: dict[str, object]) -> str:
+    """Words that stand in an answer alone: its text, or the arguments of its call."""
+    calls = message.get("tool_calls")
+    return calls[0].function.arguments if isinstance(calls, list) else str(message["content"])
+
+
+class AlwaysRed:
+    """A server whose model answers "red" to every prompt."""
+
+    def __init__(self, base_url: str | None) -> None:
+        self.base_url = base_url
+
+    async def create_sampling_client(self, *_: object) -> "AlwaysRed":
+        return self
+
+    async def sample(self, **_: object) -> tinker.SampleResponse:
+        tokens, logprobs = np.array([RED, IM_END]), np.array([-0.1, -0.1])
+        answer = tinker.SampledSequence("stop", "one", tokens_np=tokens, logprobs_np=logprobs)
+        return tinker.SampleResponse(sequences=[answer])
+
+
+def test_a_policy_is_measured_on_the_episodes_that_a_run_validates_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reward is that of the colours which these show."""
+    monkeypatch.setattr(tinker, "ServiceClient", AlwaysRed)
+    options = chz.entrypoint(evaluate_policy.Options, argv=["weights=tinker://run/sampler_weights/w"])
+    found = asyncio.run(evaluate_policy.evaluate("squares", options))
+    (_, held_out) = data("squares", seed=4)
+    shown = [TASKS["squares"].env(seed).colours for seed in seeds(held_out)]
+    assert found["episodes"] == len(shown) == 128 and found["turns"] == 2
+    right = [sum(colours[turn] == "red" for colours in shown) / 128 for turn in range(2)]
+    assert [found["right_1"], found["right_2"]] == pytest.approx(right)
+    assert found["reward"] == pytest.approx(sum(right) / 2)

@@ -11,14 +11,14 @@ import maze
 import pytest
 import squares
 import tinker
-from base import BAD_ANSWER_REWARD, Served, renderer_of
+from base import Group, Served, renderer_of
 from squares import Squares
 from teach import TINY_VL
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv
-from tinker_cookbook.rl.rollouts import do_single_rollout
+from tinker_cookbook.rl.rollouts import do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.supervised.data import conversation_to_datum
 
@@ -54,9 +54,7 @@ def episode(renderer_name: str, policy: Told) -> Trajectory:
     """Two squares, red and blue."""
     renderer = renderer_of(Served("tinker-server/tiny-vl", TINY_VL, renderer_name))
     return asyncio.run(
-        do_single_rollout(
-            policy, EnvFromMessageEnv(renderer, red_and_blue(), context_overflow_reward=BAD_ANSWER_REWARD)
-        )
+        do_single_rollout(policy, EnvFromMessageEnv(renderer, red_and_blue(), context_overflow_reward=0.0))
     )
 
 
@@ -166,10 +164,22 @@ def test_samples_without_log_probabilities_are_an_error() -> None:
 def test_an_answer_that_is_cut_off_ends_the_episode() -> None:
     trajectory = episode("qwen3_vl_instruct", Told([[RED, RED, RED]], stop_reason="length"))
     (transition,) = trajectory.transitions
-    assert transition.episode_done and transition.reward == BAD_ANSWER_REWARD
+    assert transition.episode_done and transition.reward == 0.0
     assert transition.metrics["stop/max_tokens"] == 1.0
     (datum,) = trajectory_to_data(trajectory, 1.0)
     assert flat(datum.model_input) == [*FIRST, RED, RED]
+
+
+@pytest.mark.parametrize(("answer", "stop_reason"), [([RED, RED, RED], "length"), ([RED, RED], "stop")])
+def test_an_answer_that_is_cut_off_or_has_no_end_is_worth_nothing(
+    answer: list[int], stop_reason: tinker.StopReason
+) -> None:
+    """In the group that a run plays."""
+    group = Group(Served("tinker-server/tiny-vl", TINY_VL), lambda _: red_and_blue(), seed=0, size=1, max_tokens=3)
+    played = asyncio.run(do_group_rollout(group, Told([answer], stop_reason)))
+    (trajectory,) = played.trajectories_G
+    assert [(one.reward, one.episode_done) for one in trajectory.transitions] == [(0.0, True)]
+    assert played.get_total_rewards() == [0.0]
 
 
 @pytest.mark.parametrize("task", [squares.warm_start, maze.warm_start])
