@@ -72,7 +72,7 @@ def test_057_an_existing_name_needs_overwrite(rest: tinker.RestClient, training:
     assert replaced.user_metadata == {"new": "1"} and not replaced.public
 
 
-def test_a_name_whose_weights_have_expired_is_free(
+def test_057_a_name_whose_weights_have_expired_is_free(
     training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are deleted once a minute, and no list shows them before."""
