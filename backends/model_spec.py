@@ -13,6 +13,10 @@ ENGINE_GRAPHS_BYTES = 7 << 28
 """Bytes that an engine's captured CUDA graphs take of its part of a GPU: 1.54 GiB on an H100, with 8 layers of a dense
 model of 4 billion."""
 
+DRAWN_TOKENS = 1
+"""Tokens by which an engine's sequence may be longer than the served context: vLLM draws one behind every prompt, even
+if only the prompt's scores are asked for. It is never computed."""
+
 
 @dataclass(frozen=True)
 class Mesh:

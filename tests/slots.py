@@ -31,6 +31,7 @@ async def running_engine(source: Path, renderer: Renderer, scratch: Path) -> Asy
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        patch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         running = AsyncLLM.from_engine_args(arguments)
     await running.collective_rpc("patch_runner", args=(sorted(renderer.family.placeholders), True))
     yield running

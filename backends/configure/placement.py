@@ -34,6 +34,9 @@ from backends.protocol import BackendFailed
 
 CONTEXTS = {"cpu": (8192,), "cuda": (32768, 28672, 24576, 20480, 16384, 12288, 8192)}
 """Contexts that are tried where none is set."""
+_MORE_TOKENS = 256
+"""Tokens of a KV cache beyond a context: one block that vLLM leaves empty, and one for the token that it draws behind a
+whole context. On a CPU a block has 128 tokens."""
 MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 LORA_RANKS = (128, 64, 32, 16, 8)
 RECIPES_RANK = 32
@@ -210,7 +213,7 @@ class _Search:
             return None
         for size in self._sizes:
             context, ranks = plan.demands[size.name].context, len(plan.layouts[size.name].engines[0])
-            if asked < (least := size.context_bytes(context, ranks)):
+            if asked < (least := size.context_bytes(context + _MORE_TOKENS, ranks)):
                 return (
                     f"{size.name}: a KV cache of {asked} bytes (setting backend.kv_cache_bytes) is less than the"
                     f" {least} that a context of {context} tokens takes: set it to that, or set a shorter context"

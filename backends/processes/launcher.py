@@ -336,6 +336,7 @@ def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
         **_QUIET,
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for `model_spec.DRAWN_TOKENS`, behind the longest context of the model
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
         "VLLM_MLA_DISABLE": "1",  # adapters of `kv_b_proj` would be left out (`families/deepseek_v3.py`)

@@ -7,6 +7,7 @@ that do not decode.
 from api_schemas.inputs import ImageChunk, TensorData
 from api_schemas.sampling import SampleRequest, SamplingParams
 from backends.inputs.rendering import Renderer
+from backends.model_spec import DRAWN_TOKENS
 from backends.protocol import InvalidInput, PromptSize
 
 MAX_TOPK = 100
@@ -26,7 +27,9 @@ def check_sample(renderer: Renderer, request: SampleRequest, max_context_length:
         raise InvalidInput("prompt: it is empty")
     _check_params(request.sampling_params, renderer.vocab_size)
     max_tokens = request.sampling_params.max_tokens or 1
-    if length + max_tokens > max_context_length:
+    # Whoever scores a prompt asks for one token, the least that the SDK can: it need not fit.
+    is_scoring = max_tokens == DRAWN_TOKENS and _scores_prompt(request)
+    if length + (0 if is_scoring else max_tokens) > max_context_length:
         raise InvalidInput(
             "Prompt length plus max_tokens exceeds the model's context window:"
             f" {length} + {max_tokens} > {max_context_length}"
@@ -36,6 +39,11 @@ def check_sample(renderer: Renderer, request: SampleRequest, max_context_length:
         _check_targets(request.target_prompt_logprobs, length, renderer.vocab_size)
     vision = renderer.family.vision
     return PromptSize(length, 0 if vision is None else sum(vision.size_bytes(span.grid) for span in spans))
+
+
+def _scores_prompt(request: SampleRequest) -> bool:
+    asked = request.prompt_logprobs or request.topk_prompt_logprobs or request.prompt_alt_tokens_k
+    return bool(asked) or request.target_prompt_logprobs is not None
 
 
 def check_support(request: SampleRequest) -> None:

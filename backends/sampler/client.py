@@ -172,7 +172,7 @@ class EngineClient:
 async def _check_kernels(child: Child, spec: ModelSpec) -> None:
     """Raise BackendFailed unless an engine scores a text as it drew it: prompts and single tokens have kernels of their
     own, and on CUDA graphs of their own. One that dies of this is no engine: no request is the culprit."""
-    num_tokens = min(BASE_TOKENS, spec.max_context_length - 2)  # with the one before, and the one that scoring draws
+    num_tokens = min(BASE_TOKENS, spec.max_context_length - 1)  # with the one before
     params = SamplingParams(max_tokens=num_tokens, seed=0, stop=[])
     first = np.zeros(1, np.int64)
     (drawn,) = (await child.call(Sample(_of_base(text_input(first), params)))).sequences

@@ -15,7 +15,7 @@ from backends.families.lora_names import ENGINE_MODULES
 from backends.families.registry import find_family
 from backends.formats.base_files import link_files, needed_files
 from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec
+from backends.model_spec import DRAWN_TOKENS, ModelSpec
 from backends.patches import for_device, require_as_written
 from backends.protocol import BackendFailed
 from backends.sampler.checks import MAX_TOPK
@@ -58,7 +58,7 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
         dtype=config.dtype,
         # Samples without a seed of their own should not repeat when the engine starts again.
         seed=secrets.randbelow(2**31),
-        max_model_len=config.max_context_length,
+        max_model_len=config.max_context_length + DRAWN_TOKENS,
         max_num_seqs=max_sequences(config),
         # Among admitted sequences, prompts of owners with few running ones come first (`fair_admission.py`).
         scheduling_policy="priority",

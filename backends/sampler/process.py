@@ -21,7 +21,7 @@ from backends import tasks
 from backends.formats.expert_routing import RoutingFiles
 from backends.formats.load_check import LoadCheck, load_check_tokens
 from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec
+from backends.model_spec import DRAWN_TOKENS, ModelSpec
 from backends.processes.heap import give_back_memory
 from backends.processes.progress import Progress
 from backends.processes.rpc import OnPart, serve_async
@@ -66,6 +66,7 @@ class SamplerProcess:
     def __init__(self, spec: ModelSpec, engine: AsyncLLM, renderer: Renderer, weights: VersionCache) -> None:
         self._engine = engine
         self._renderer = renderer
+        self._context = spec.max_context_length
         self._sequences = Sequences(engine)
         self._weights = weights
         self.received = ReceivedWeights(spec.received_dir)
@@ -116,8 +117,9 @@ class SamplerProcess:
             async def sequence(index: int) -> RequestOutput:
                 async with self._admission.admission(task.owner, self._weights.slot(task.weights)) as num_before:
                     lora = await self._weights.load(held)
-                    _, inputs = await prompt.render()
-                    params = sampling_params(task, index, self._end_tokens, self._placeholders)
+                    rendered, inputs = await prompt.render()
+                    most_tokens = max(DRAWN_TOKENS, self._context - len(rendered.token_ids_T))
+                    params = sampling_params(task, index, self._end_tokens, self._placeholders, most_tokens)
                     return await self._sequences.final(inputs, params, lora, num_before)
 
             outputs = await tasks.gather(sequence(index) for index in range(task.num_samples))

@@ -91,16 +91,17 @@ def send_once(engine: AsyncLLM, inputs: EngineInput) -> EngineInput:
 
 
 def sampling_params(
-    task: SamplingTask, index: int, end_tokens: Sequence[int], placeholders: Sequence[int]
+    task: SamplingTask, index: int, end_tokens: Sequence[int], placeholders: Sequence[int], most_tokens: int
 ) -> SamplingParams:
-    """Return the engine's parameters for sample `index`; the first one also scores the prompt."""
+    """Return the engine's parameters for sample `index`, of `most_tokens` if the task names no number; the first one
+    also scores the prompt."""
     params = task.params
     cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)  # else the engine ignores them
     stop_tokens, stop_strings = stops(params.stop, end_tokens)
     num_scored = num_scored_tokens(task.scores)
     scores_prompt = index == 0 and (task.scores.logprobs or num_scored > 0)
     return SamplingParams(
-        max_tokens=params.max_tokens,
+        max_tokens=params.max_tokens or most_tokens,
         seed=None if params.seed is None else derived_seed(params.seed, index),
         temperature=params.temperature,
         top_k=max(params.top_k, 0),

@@ -181,7 +181,7 @@ class BaseModel:
             return load_check
         image = load_check_image()
         rendered = self.renderer.render(image_and_text(image, load_check.token_ids), "the image of a test")
-        if len(rendered.token_ids_T) >= self._max_context_length:  # an engine samples a token behind it
+        if len(rendered.token_ids_T) > self._max_context_length:
             return load_check
         behind_image = self._next_logprobs(model, rendered)[-len(token_ids) - 1 : -1]
         return replace(load_check, image=image, logprobs_behind_image=behind_image)

@@ -266,6 +266,7 @@ async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> N
     arguments = engine_args(spec, found.renderer.family.vision)
     arguments.worker_cls = "tests.measuring.Measures"
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     engine = AsyncLLM.from_engine_args(arguments)
     try:
         (measured,) = await engine.collective_rpc("measured_bytes")

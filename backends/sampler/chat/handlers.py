@@ -19,6 +19,7 @@ from vllm.renderers.hf import resolve_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from backends.model_spec import DRAWN_TOKENS
 from backends.families import gpt_oss
 from backends.families.registry import tool_parser
 from backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
@@ -65,7 +66,10 @@ class Chats:
         # A wrong guess of vLLM's puts all images before all text, silently.
         form = "openai" if shared.renderer.takes_images else "auto"
         template = {"chat_template": None, "chat_template_content_format": form, **tools}
-        online = OnlineRenderer(engine.model_config, renderer, request_logger=None, **template)
+        model_config = copy.copy(engine.model_config)
+        model_config.max_model_len -= DRAWN_TOKENS
+        renderer.model_config = model_config
+        online = OnlineRenderer(model_config, renderer, request_logger=None, **template)
         common = {"online_renderer": online, "request_logger": None, "enable_prompt_tokens_details": True}
         names = _Names("")
         completion = OpenAIServingCompletion(engine, names, **common)
@@ -73,6 +77,7 @@ class Chats:
         conversation = OpenAIServingChat(engine, names, "assistant", **common, **template)
         for handler in (completion, messages, conversation):
             # Temperature 1 by default, so that log probabilities are the model's own; a generation config may cut its
+            handler.model_config = model_config
             # distribution.
             handler.default_sampling_params = {}
         self._handlers: dict[ChatEndpoint, GenerateBaseServing] = {

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from backends.formats.stacked_adapters import open_adapter
-from backends.model_spec import ENGINE_GRAPHS_BYTES
+from backends.model_spec import DRAWN_TOKENS, ENGINE_GRAPHS_BYTES
 from backends.patches import for_device, require_as_written
 from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
@@ -98,9 +98,21 @@ class Worker(VllmWorker):  # type: ignore[misc]
             if current_platform.is_cpu():
                 share_on_cpu()
                 self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
-        super().load_model(**kwargs)
+        with self._made_for_context():
+            super().load_model(**kwargs)
         mark(self.model_runner.get_model())
         set_latent_norms(self.model_runner.get_model())
+
+    @contextmanager
+    def _made_for_context(self) -> Iterator[None]:
+        """Inside, the longest sequence is the served context: some rotary embeddings (longrope) take other frequencies
+        beyond a length, and would for the one token more that is never computed."""
+        model_config = self.vllm_config.model_config
+        model_config.max_model_len -= DRAWN_TOKENS
+        try:
+            yield
+        finally:
+            model_config.max_model_len += DRAWN_TOKENS
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the KV cache.
