@@ -24,8 +24,8 @@ MAX_TOOLS = 1024
 MAX_STOPS = {"stop": 4, "stop_sequences": 4, "stop_token_ids": 1024}
 """Texts and token ids that end an answer. The engine takes four texts."""
 MAX_STOP_CHARACTERS = 1024
-MAX_BIASES = 4096
-"""Entries of logit_bias."""
+MAX_BIASES = 1000
+"""Entries of logit_bias. On a GPU the engine takes 1,024, with those of image placeholders, and ends with more."""
 MAX_VALUES = 1 << 16
 """JSON values of a body, without `prompt`, whose token ids may fill a context."""
 MAX_PATTERN, MAX_PATTERNS = 4096, 16 << 10

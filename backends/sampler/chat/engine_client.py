@@ -184,7 +184,7 @@ def params_of_sequence(
     own.logprobs = params.logprobs or 0  # always, so that diverged weights are found
     own.prompt_logprobs = params.prompt_logprobs if index == 0 else None
     cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    if (cuts or params.logit_bias) and placeholders:
+    if cuts and placeholders:
         own.logit_bias = {**(params.logit_bias or {}), **dict.fromkeys(placeholders, float("-inf"))}
     return own
 
