@@ -62,6 +62,11 @@ class ChatEngine:
         self.failure: InvalidInput | BackendFailed | None = None
         """The exception that the handler got; it may have made an event of it."""
 
+    @property
+    def _only_echoes(self) -> bool:
+        """True if the request asks for its prompt and no token more."""
+        return self._task.endpoint == "completions" and self._task.body.get("max_tokens") == 0
+
     def sampled(self) -> tuple[tuple[api.SampleRequest, api.SampleResponse], ...]:
         """Return the samples, as ChatUsage has them."""
         return tuple(found for record in self._records if (found := record.read()) is not None)
@@ -86,11 +91,14 @@ class ChatEngine:
         num_tokens, finals = len(prompt["prompt_token_ids"]), {}
         self.usage = replace(self.usage, prompt=self.usage.prompt + num_tokens)
         record = Record(prompt[MODEL_INPUT], sampling_params, self._task.kept_bytes)
-        self._records.append(record)
+        if not self._only_echoes:
+            self._records.append(record)
         streams = [self._sequence(rendered, sampling_params, index) for index in range(sampling_params.n)]
         try:
             async with aclosing(merge_async_iterators(*streams)) as merged:
                 async for index, output in _with_prompt_logprobs(merged, sampling_params):
+                    if self._only_echoes:
+                        _remove_drawn(output.outputs[0])
                     self._count(output, index, num_tokens)
                     record.add(index, output.outputs[0])
                     output.outputs[0].index = index
@@ -161,6 +169,13 @@ async def _with_prompt_logprobs(
             yield one
         held.clear()
     assert not held, "the engine returned no log probabilities of the prompt"
+
+
+def _remove_drawn(output: CompletionOutput) -> None:
+    """Remove the token that the engine draws behind every prompt."""
+    output.text, output.token_ids, output.logprobs = "", [], []
+    if output.finish_reason is not None:
+        output.finish_reason, output.stop_reason = "length", None
 
 
 def _sort_likeliest(output: RequestOutput) -> None:
