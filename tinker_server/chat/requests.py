@@ -10,6 +10,7 @@ from api_schemas.base import unstorable
 from api_schemas.inputs import MAX_IMAGE_CHARS
 from backends.protocol import ChatEndpoint
 from tinker_server.chat.bounds import MAX_NAME, quoted, require_bounded
+from tinker_server.chat.messages import require_arguments
 from tinker_server.errors import BadField
 
 MAX_CHOICES = 128
@@ -133,6 +134,7 @@ def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Ch
         if (problem := unstorable(value)) is not None:
             raise BadField(f"{field} {problem}", field)
     require_bounded(body)
+    require_arguments(body.get("messages"))
     model = body.get("model")
     if not isinstance(model, str) or len(model) > MAX_NAME:
         raise BadField("model is missing: the name of a base model, a tinker:// path, or both as base;path", "model")

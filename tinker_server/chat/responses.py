@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_server.chat.bounds import quoted, require_echoed
+from tinker_server.chat.messages import text_of
 from tinker_server.errors import BadField
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
@@ -70,7 +71,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 role = _one_of(item.get("role"), ROLES, f"{where}.role")
                 messages.append({"role": ROLES[role], "content": _content(item.get("content"), where)})
             case "function_call":
-                called = {"name": item.get("name"), "arguments": item.get("arguments")}
+                arguments = text_of(item.get("arguments"), f"{where}.arguments")
+                called = {"name": item.get("name"), "arguments": arguments}
                 call = {"id": item.get("call_id"), "type": "function", "function": called}
                 if not messages or "tool_calls" not in messages[-1]:
                     messages.append({"role": "assistant", "content": None, "tool_calls": []})
