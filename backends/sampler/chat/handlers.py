@@ -8,9 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from pydantic import BaseModel
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -19,10 +17,11 @@ from vllm.renderers.hf import resolve_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.model_spec import DRAWN_TOKENS
 from backends.families import gpt_oss
 from backends.families.registry import tool_parser
+from backends.model_spec import DRAWN_TOKENS
 from backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
+from backends.sampler.chat.conversations import Conversations
 from backends.sampler.chat.engine_client import ChatEngine, Shared
 from backends.sampler.chat.prompts import chat_renderer
 from backends.sampler.chat.requests import parsed
@@ -31,10 +30,10 @@ log = logging.getLogger(__name__)
 _CALLS: dict[
     ChatEndpoint, Callable[[GenerateBaseServing, BaseModel], Awaitable[BaseModel | AsyncGenerator[str, None]]]
 ] = {
-    "chat_completions": OpenAIServingChat.create_chat_completion,
+    "chat_completions": Conversations.create_chat_completion,
     "completions": OpenAIServingCompletion.create_completion,
-    "messages": AnthropicServingMessages.create_messages,
-    "count_tokens": AnthropicServingMessages.count_tokens,
+    "messages": Conversations.create_messages,
+    "count_tokens": Conversations.count_tokens,
 }
 
 
@@ -73,18 +72,17 @@ class Chats:
         common = {"online_renderer": online, "request_logger": None, "enable_prompt_tokens_details": True}
         names = _Names("")
         completion = OpenAIServingCompletion(engine, names, **common)
-        messages = AnthropicServingMessages(engine, names, "assistant", **common, **template)
-        conversation = OpenAIServingChat(engine, names, "assistant", **common, **template)
-        for handler in (completion, messages, conversation):
+        conversation = Conversations(engine, names, "assistant", **common, **template)
+        for handler in (completion, conversation):
             # Temperature 1 by default, so that log probabilities are the model's own; a generation config may cut its
-            handler.model_config = model_config
             # distribution.
             handler.default_sampling_params = {}
+            handler.model_config = model_config
         self._handlers: dict[ChatEndpoint, GenerateBaseServing] = {
             "chat_completions": conversation,
             "completions": completion,
-            "messages": messages,
-            "count_tokens": messages,
+            "messages": conversation,
+            "count_tokens": conversation,
         }
 
     async def answer(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:

@@ -7,7 +7,6 @@ import asyncio
 import base64
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,16 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from backends.protocol import ChatEndpoint, ChatTask, ChatUsage, InvalidInput
+from api_schemas.inputs import EncodedTextChunk, ModelInput
+from backends.protocol import ChatTask, ChatUsage, InvalidInput
 from backends.sampler.commands import CountProgress
+from tests.chats import TEXT, as_model_input, chat, emitted, events, logprobs
 from tests.factories import PAINT, as_image, photo, present
 from tests.sampling import assert_close, request, sample, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 PNG, JPEG = photo(96, 64, 1), photo(64, 96, 2, format="jpeg")
-TEXT = [
-    {"role": "system", "content": "hello system"},
-    {"role": "user", "content": "what is this world"},
-    {"role": "assistant", "content": "a small corpus"},
-    {"role": "user", "content": "image  what\n"},
-]
 
 
 def uri(data: bytes) -> str:
@@ -44,29 +38,6 @@ def seeing(*images: bytes) -> list[dict[str, Any]]:
     return [
         {"role": "user", "content": [{"type": "text", "text": "hello"}, *(part for pair in parts for part in pair)]}
     ]
-
-
-async def emitted(sampler, endpoint: ChatEndpoint, weights: Path | None = None, **body) -> tuple[list[str], ChatUsage]:
-    parts: list[str] = []
-    usage = await sampler.chat(ChatTask(endpoint, {"model": "tiny", **body}, weights, "somebody"), parts.append)
-    return parts, usage
-
-
-async def chat(sampler, messages, weights: Path | None = None, **body) -> dict[str, Any]:
-    """The answer to a chat completion, with its tokens and their log probabilities."""
-    asked = {"max_tokens": 6, "return_token_ids": True, "logprobs": True, **body}
-    (part,), _ = await emitted(sampler, "chat_completions", weights, messages=messages, **asked)
-    answer: dict[str, Any] = json.loads(part)
-    return answer
-
-
-def events(parts: list[str]) -> list[dict[str, Any]]:
-    lines = [line for part in parts for line in part.splitlines() if line.startswith("data: ")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
-
-
-def logprobs(choice: dict[str, Any]) -> np.ndarray:
-    return np.array([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
 
 
 @pytest.mark.parametrize("images", [[], [PNG], [PNG, JPEG], [PNG, PNG]], ids=["text", "image", "two", "twice"])
@@ -102,23 +73,6 @@ def for_processor(content: str | list[dict[str, Any]], images: list[bytes]) -> s
         part if part["type"] == "text" else {"type": "image", "image": Image.open(io.BytesIO(next(remaining)))}
         for part in content
     ]
-
-
-def as_model_input(token_ids: list[int], images: list[bytes], renderer):
-    """The chunks that a client of the SDK would send for this prompt."""
-    place, text, at = renderer.family.vision.placeholder_id, [], 0
-    chunks: list[Any] = []
-    remaining = iter(images)
-    while at < len(token_ids):
-        if token_ids[at] != place:
-            text.append(token_ids[at])
-            at += 1
-            continue
-        image = ImageChunk(data=next(remaining), format="png")
-        length, _ = renderer.layout(ModelInput(chunks=[image]), "image")
-        chunks += [EncodedTextChunk(tokens=np.array(text, np.int64)), image]
-        text, at = [], at + length
-    return ModelInput(chunks=[*chunks, EncodedTextChunk(tokens=np.array(text, np.int64))])
 
 
 async def test_seeded_choices_are_those_of_a_sample_and_a_stream_says_the_same(sampler, renderer):
