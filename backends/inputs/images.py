@@ -3,6 +3,7 @@ reading one may take is bounded before Pillow reads it."""
 
 import io
 import re
+import zlib
 
 from PIL import ExifTags, Image
 
@@ -89,6 +90,8 @@ def size_of(image: Image.Image) -> tuple[int, int]:
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
     """Decode to RGB, turned by the EXIF orientation: a camera stores what its sensor saw. Raises BadImage."""
+    if data.startswith(_PNG):
+        _check_pixels(data)
     with open_image(data, max_pixels) as image:
         transpose = _transpose(image)
         try:
@@ -128,6 +131,16 @@ def _check_chunks(data: bytes) -> None:
             )
         if compressed > _MAX_COMPRESSED:
             raise BadImage(f"the PNG has more than {_MAX_COMPRESSED} chunks iCCP, zTXt and iTXt in all")
+
+
+def _check_pixels(data: bytes) -> None:
+    """Refuse a PNG whose pixels are not those that were written: Pillow checks the other chunks alone."""
+    at = len(_PNG)
+    while at + 8 <= len(data) and (kind := data[at + 4 : at + 8]) != b"IEND":
+        end = at + 8 + int.from_bytes(data[at : at + 4])
+        if kind == b"IDAT" and zlib.crc32(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4]):
+            raise BadImage("the image does not decode: the checksum of its pixels is wrong")
+        at = end + 4
 
 
 def _check_exif(num_bytes: int) -> None:

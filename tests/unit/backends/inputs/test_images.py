@@ -42,6 +42,30 @@ def test_a_png_that_fails_inside_pillow_is_refused_with_its_position(renderer: R
         renderer.render(prompt(text(1), chunk), "datum 3")
 
 
+def deep_png(colour_type: int, channels: int) -> bytes:
+    """A PNG of 4 x 4 pixels with 16 bits for each channel, of which the upper 8 are 0x12."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 16, colour_type, 0, 0, 0))
+    pixels = png_chunk(b"IDAT", zlib.compress((b"\0" + b"\x12\x34" * 4 * channels) * 4))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + png_chunk(b"IEND", b"")
+
+
+def test_of_16_bits_a_channel_the_upper_8_count_and_grey_alone_is_refused() -> None:
+    for colour_type, channels in ((2, 3), (4, 2), (6, 4)):
+        assert np.asarray(decode(deep_png(colour_type, channels), MANY)).tolist() == [[[0x12] * 3] * 4] * 4
+    with pytest.raises(BadImage, match="more than 8 bits a channel"):
+        decode(deep_png(0, 1), MANY)
+
+
+def test_a_png_whose_pixels_have_a_wrong_checksum_is_refused() -> None:
+    whole = photo(64, 64)
+    at = whole.index(b"IDAT")
+    end = at + 4 + int.from_bytes(whole[at - 4 : at])
+    damaged = whole[:end] + bytes(4) + whole[end + 4 :]
+    with pytest.raises(BadImage, match="does not decode: the checksum of its pixels is wrong"):
+        decode(damaged, MANY)
+    assert decode(whole, MANY).size == (64, 64)
+
+
 @pytest.mark.parametrize("error", [IndexError("one"), RuntimeError(), MemoryError(), ZeroDivisionError("by 0")])
 def test_whatever_a_parser_raises_is_the_files_fault(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
