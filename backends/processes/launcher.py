@@ -135,7 +135,7 @@ class Guarded:
             async with asyncio.timeout(grace_s):
                 await self._process.wait()
         except TimeoutError:
-            log.warning("the %s process did not end within %s s and is killed", self.name, grace_s)
+            log.info("ended the %s process, which had not ended by itself within %s s", self.name, grace_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
