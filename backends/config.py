@@ -100,8 +100,9 @@ class BackendConfig(BaseModel):
     """HOST:PORT, or `auto`, of an existing Ray cluster, whose machines join by themselves. If absent: RAY_ADDRESS, else
     the server starts its own Ray."""
     scratch_dir: Path = Path("scratch")
-    """Directory of the sampler's links to models and adapters in use, which are deleted at start, and of compiled
-    kernels, which are kept. Machines of an existing Ray cluster use the same path, each in nodes/NAME."""
+    """Directory of the sampler's links to models and adapters in use, which are deleted at start, and of the caches of
+    torch, Triton and vLLM, which are kept, unless `TORCHINDUCTOR_CACHE_DIR`, `TRITON_CACHE_DIR` or `VLLM_CACHE_ROOT`
+    name other places. Machines of an existing Ray cluster use the same path, each in nodes/NAME."""
 
     @property
     def names_gpus(self) -> bool:

@@ -89,7 +89,8 @@ class ModelSpec(BaseModelInfo):
     """The sampler's own links to the base's files and to adapters in use, on its machine; each of several engines has a
     part of it."""
     compiled_dir: Path | None = None
-    """Directory in which torch, Triton and vLLM keep compiled kernels from one start to the next; None: their own."""
+    """Directory of the caches of torch, Triton and vLLM, which they keep from one start to the next; None: their
+    own."""
     routing_dir: Path | None = None
     """Directory in which the sampler records the experts of tokens, for a trainer on the same machine; None: routers
     choose."""

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl
 from tests.servers import MODEL, RUNNING, Server
 from tinker_server.store.database import Database
+
+# What vLLM finds out about a kind of model takes ten seconds: once for all servers, whose data directories differ.
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
 
 
 @pytest.hookimpl(optionalhook=True)

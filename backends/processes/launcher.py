@@ -89,7 +89,8 @@ _QUIET = {
 """vLLM and what it uses report errors alone: its warnings are of its own use of others, and nothing for an operator."""
 _CHANGED_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
-"""Folder of `ModelSpec.compiled_dir` by the variable that names it."""
+"""Folder of `ModelSpec.compiled_dir` by the variable that names it. The defaults are in the home directory, which the
+user of a container may lack."""
 
 
 class Guarded:
@@ -335,8 +336,8 @@ def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
     env = {
         **_QUIET,
         "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for `model_spec.DRAWN_TOKENS`, behind the longest context of the model
+        "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
         "VLLM_MLA_DISABLE": "1",  # adapters of `kv_b_proj` would be left out (`families/deepseek_v3.py`)
@@ -354,10 +355,11 @@ def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
 
 
 def _for_device(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
-    if spec.device == "cpu":
-        return _SHARING_CORES
     folder = spec.compiled_dir
-    caches = {} if folder is None else {variable: str(folder / name) for variable, name in _CACHES.items()}
+    named = {} if folder is None else {variable: str(folder / name) for variable, name in _CACHES.items()}
+    caches = {variable: path for variable, path in named.items() if variable not in os.environ}
+    if spec.device == "cpu":
+        return caches | _SHARING_CORES
     return caches | ({"CUDA_VISIBLE_DEVICES": ",".join(gpu_names(gpus))} if gpus else {})
 
 

@@ -205,6 +205,37 @@ async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(monkeypat
     assert found["TRITON_CACHE_DIR"] == "/cache/triton"  # one for all engines
 
 
+async def test_every_process_of_a_model_has_its_caches_in_the_data_directory_or_where_the_operator_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A user without a home directory cannot write to the libraries' own."""
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/operators")
+    spec = replace(tiny_spec(Path()), compiled_dir=Path("/cache"))
+    children = [*await launch_sampler(spec), *await launch_trainer(spec)]
+    try:
+        found = [await environment(child.process.pid) for child in children]
+    finally:
+        await asyncio.gather(*(child.stop(grace_s=0.1) for child in children))
+    for one in found:
+        assert one["VLLM_CACHE_ROOT"] == "/cache/vllm" and one["TORCHINDUCTOR_CACHE_DIR"] == "/operators"
+
+
+async def test_a_child_that_is_ended_while_it_works_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "backends.processes.launcher")
+    child = await launch("busy", "tests.busy_child", {})
+    working = asyncio.create_task(child.call(Nap(30)))
+    await asyncio.sleep(0.1)
+    await child.stop(grace_s=0.1)
+    with pytest.raises(ChildDied):
+        await working
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()) == (
+        "INFO",
+        "ended the busy process, which had not ended by itself within 0.1 s",
+    )
+
+
 async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, there = replace(tiny_spec(Path()), mesh=Mesh(shard=2)), list[Seat]()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
