@@ -167,10 +167,11 @@ NOTES = """
   yet. An adapter is trained on the dequantised numbers; nobody has measured how its scores differ in an engine that
   computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or scales, compressed-tensors
   and all other quantisation are refused by name, and so is `--full`.
-- **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
-  ignores these. On CUDA, the start compares FlashAttention's windows with their definition. Attention in chunks and
-  decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused after loading, since their
-  attention in transformers does not get the lengths of packed samples.
+- **Attention.** Windows are served. Windows in some layers alone are served of Gemma 2, Gemma 3, gpt-oss and EXAONE 4,
+  and refused of all others: vLLM gives all layers one window or none, or fails. On CUDA, the start compares
+  FlashAttention's windows with their definition. Attention in chunks and decoders that look ahead are refused in
+  bfloat16 on CUDA. StableLM and Nemotron are refused after loading, since their attention in transformers does not get
+  the lengths of packed samples.
 - **Logits.** Models that scale or cap their logits are refused, except Granite and Gemma 2. For Cohere, the engine has
   no adapters of the head.
 - **Gemma 2** is refused in bfloat16 on CUDA: no kernel there has both the cap of its attention scores and a backward.

@@ -21,6 +21,15 @@ NORM_EPSILON = 1e-6
 """Epsilon of the latents' norms, in transformers as in DeepSeek's own code, whatever the config says."""
 
 
+def not_loaded(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return how names of tensors begin that neither trainer nor engine loads: those of layers that predict further
+    tokens, which follow the others. transformers knows them by DeepSeek-V3's own number of layers alone."""
+    if config.architectures != [ARCHITECTURE]:
+        return ()
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return tuple(f"model.layers.{first + number}." for number in range(count))
+
+
 def require_known(config: PretrainedConfig, source: str) -> None:
     """Raise BackendFailed, naming the config's field, for what the engine computes otherwise or without a word."""
     fields: dict[str, tuple[object, object]] = {

@@ -31,6 +31,7 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
     (architecture, *_) = config.architectures or [""]
     if (quantised := quantisation(config)) is not None and architecture != gpt_oss.ARCHITECTURE:
         block_fp8.require_known(quantised, source)
+    _require_known_windows(config, architecture, source)
     if architecture in WITH_IMAGES:
         return WITH_IMAGES[architecture](config, source)
     if any("vision" in key or "audio" in key for key in config.sub_configs):
@@ -40,12 +41,19 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
     for kind in (gpt_oss, deepseek_v3, nemotron_h):
         if architecture == kind.ARCHITECTURE:
             kind.require_known(config, source)
-    if architecture in text.WITHOUT_MIXED_WINDOWS and len(set(config.layer_types)) > 1:
-        raise BackendFailed(
-            f"{source}: {architecture} with sliding windows in some of its layers (use_sliding_window in its config) is"
-            " not supported: the engine would leave the windows out"
-        )
     return text.Text(architecture)
+
+
+def _require_known_windows(config: PretrainedConfig, architecture: str, source: str) -> None:
+    """Raise BackendFailed if some layers have a window and the engine is not known to tell layers apart."""
+    text_config = config.get_text_config()
+    kinds = set(getattr(text_config, "layer_types", None) or ())
+    if len(kinds) > 1 and "sliding_attention" in kinds and text_config.model_type not in text.WITH_MIXED_WINDOWS:
+        raise BackendFailed(
+            f"{source}: {architecture} with sliding windows in some of its layers (layer_types, use_sliding_window and"
+            " max_window_layers in its config) is not supported: the engine has one window for all layers, or none, of"
+            f" {text_config.model_type}; it tells layers apart of {', '.join(text.WITH_MIXED_WINDOWS)}"
+        )
 
 
 def tool_parser(chat_template: str | None) -> str | None:

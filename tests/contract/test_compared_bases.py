@@ -1,17 +1,20 @@
 """At the start of an engine its scores of the base are compared with the trainer's."""
 
+import json
 import logging
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from backends.formats.load_check import LoadCheck
 from backends.protocol import BackendFailed
 from backends.sampler import client
 from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
-from tests.models import make_tiny_vl
+from tests.models import make_tiny_deepseek_v3, make_tiny_vl
 from tests.sampling import sampler_config, scores_of
 from tests.trainers import trainer
 
@@ -38,6 +41,31 @@ async def test_an_engine_of_another_model_is_refused_at_start(tiny_vl: Path, tmp
     await running.stop()
     assert re.search(r"tiny: the engine scores a text by the base [1-9]\S* nats a token", str(refused.value))
     assert f"do not compute the same model. Look at the files in {tiny_vl}" in str(refused.value)
+
+
+async def test_layers_that_predict_further_tokens_are_loaded_by_neither(tmp_path: Path) -> None:
+    source = make_tiny_deepseek_v3(tmp_path / "model")
+    expected = trainer(source).base.score_base()
+    tensors = load_file(source / "model.safetensors")
+    further = {
+        name.replace(".1.", ".2."): tensor.clone() for name, tensor in tensors.items() if ".layers.1." in name
+    } | {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
+    save_file(tensors | further, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    found = trainer(source).base.score_base()
+    assert found.logprobs == expected.logprobs
+    running = SamplerPool(sampler_config(source, tmp_path / "scratch"), fork_sampler, score_base=scores_of(found))
+    await running.start()
+    await running.stop()
+
+
+def test_tensors_of_layers_that_the_config_does_not_name_are_refused(tmp_path: Path) -> None:
+    source = make_tiny_deepseek_v3(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}, source / "model.safetensors")
+    with pytest.raises(BackendFailed, match=r"tensors that the model has not: model\.layers\.2\.eh_proj"):
+        trainer(source)
 
 
 def test_scores_of_a_base_differ_by_rounding_alone(tiny_text: Path) -> None:

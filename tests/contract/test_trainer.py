@@ -423,17 +423,18 @@ def test_text_models_train_as_transformers_scores_them(tiny_text):
     rank.optim_step("m", SMOOTH)
 
 
-def test_a_sliding_window_stays_the_models_own_in_packed_microbatches(tiny_text, tmp_path):
-    source = shutil.copytree(tiny_text, tmp_path / "windowed")
-    path = source / "config.json"
-    window = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **window}))
+def test_a_sliding_window_stays_the_models_own_in_packed_microbatches(tmp_path):
+    kinds = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    source = make_tiny_of("gemma3_text", tmp_path / "windowed", query_pre_attn_scalar=32, **kinds)
+    unwindowed = shutil.copytree(source, tmp_path / "unwindowed")
+    path = unwindowed / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layer_types": ["full_attention"] * 2}))
     rank, renderer = trainer(source), make_renderer(source)
     assert rank.base.packs
     rank.create_model("m", LORA)
     data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
     output = forward_backward(rank, "m", cross_entropy(data), False)
-    model, everywhere = (AutoModelForCausalLM.from_pretrained(one).eval() for one in (source, tiny_text))
+    model, everywhere = (AutoModelForCausalLM.from_pretrained(one).eval() for one in (source, unwindowed))
     with torch.no_grad():
         for item, got in zip(data, present(output).loss_fn_outputs, strict=True):
             np.testing.assert_allclose(got["logprobs"], reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)

@@ -25,6 +25,7 @@ from transformers.utils.logging import set_tqdm_hook
 from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
 from backends.families.biased_experts import lay_out_experts
 from backends.families.coverage import fp8_linears
+from backends.families.deepseek_v3 import not_loaded
 from backends.families.family import Family
 from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
 from backends.families.nemotron_h import unlimit_time_steps
@@ -87,7 +88,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
         model, found = _model(config, family, tensors, staying, arguments)
     finally:
         hook.remove()
-    _check(found, config.directory)
+    _check(found, config.directory, not_loaded(model.config))
     own = shards.of(model, config.directory)
     del shards  # it would keep what is laid out anew
     lay_out_experts(model, own, dtype)
@@ -253,10 +254,12 @@ def _was_read(parameter: nn.Parameter) -> bool:
     return not parameter.is_meta and getattr(parameter, "_is_hf_initialized", False)
 
 
-def _check(found: Found, source: str) -> None:
-    """Raise BackendFailed for what transformers reports as missing, unexpected or mismatched in `found`."""
+def _check(found: Found, source: str, not_loaded: tuple[str, ...]) -> None:
+    """Raise BackendFailed for what transformers reports as missing, unexpected or mismatched in `found`; but that names
+    may begin as those of `not_loaded`."""
     _refuse(source, "lacks", found["missing_keys"])
-    _refuse(source, "has tensors that the model has not:", found["unexpected_keys"])
+    unexpected = [name for name in found["unexpected_keys"] if not name.startswith(not_loaded)]
+    _refuse(source, "has tensors that the model has not:", unexpected)
     shapes = [f"{name} {tuple(has)} instead of {tuple(wanted)}" for name, has, wanted in found["mismatched_keys"]]
     _refuse(source, "has other shapes than the model:", shapes)
 

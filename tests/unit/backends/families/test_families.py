@@ -333,6 +333,18 @@ def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_ignore() -> Non
     find_family(model, "dir")
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_windows_in_some_layers_are_refused_where_the_engine_does_not_tell_layers_apart(kind: str) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 32, "num_hidden_layers": 4}
+    for fields in ({"max_window_layers": 2}, {"layer_types": ["full_attention", "sliding_attention"] * 2}):
+        model = config(kind, **{**windows, **fields})
+        model.architectures = [f"{kind.title()}ForCausalLM"]
+        with pytest.raises(BackendFailed, match=rf"dir: {kind.title()}ForCausalLM with sliding windows in some"):
+            find_family(model, "dir")
+    for fields in ({"max_window_layers": 0}, {"max_window_layers": 4}, {"use_sliding_window": False}):
+        find_family(config(kind, **{**windows, **fields}), "dir")
+
+
 def test_a_module_that_two_flags_train_is_refused() -> None:
     class Twice:
         """A family that names a layer under two flags."""
