@@ -117,6 +117,8 @@ NOTES = """
   model's own processor would join the newlines. The engine needs the names of the published files: transformers 5
   shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: pan-and-scan
   (`do_pan_and_scan`), a window shorter than an image, `--train-vision` and `--full`.
+- **Linear attention** (Qwen3.5, Qwen3-Next, Nemotron) keeps A_log in float32 in trainer and engine, whatever the
+  precision, and the delta rule's gated norm too: published files of Qwen3.5 have both so.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
   vendor's parts.
 - **Nemotron-H, Nemotron-3-Nano** (`NemotronHForCausalLM`). Each layer is Mamba2, attention without rotation, an MLP or
@@ -126,7 +128,7 @@ NOTES = """
   Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
   (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`
   and `--base-copies 1`. No published file has been loaded yet. vLLM on a CPU computes it in float32
-  too. If files have A_log in float32 and the server computes in bfloat16, the trainer rounds it and vLLM does not.
+  too.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a

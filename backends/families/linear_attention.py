@@ -1,5 +1,4 @@
-"""The functions of transformers' linear attention that are replaced for packed samples, and the code that they were
-written for."""
+"""What is replaced in linear attention: transformers' functions for packed samples, and the engine's gated norm."""
 
 from backends.patches import Patch
 
@@ -41,4 +40,10 @@ SCANS = {
     )
     for module in _OF_MAMBA2
 }
+GATED_NORMS = Patch(
+    "gated-norms",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:RMSNormGated",
+    "9fadb6c14e28e6c55c802a21f45424b48147ba68cc98b13b9926cc854b9fa6e9",
+    "The norm of linear attention is rounded to the model's precision, where published files have it in float32.",
+)
 PATCHES = [*CONVOLUTIONS.values(), *DELTA_RULES.values(), *SCANS.values()]

@@ -61,6 +61,28 @@ def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(fa
 
 
 @pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
+def test_what_linear_attention_has_in_float32_is_rounded_by_neither(family: str, tmp_path: Path) -> None:
+    source = ALL[family](tmp_path / "model")
+    exact, generator = {}, torch.Generator().manual_seed(0)
+    for path in source.glob("*.safetensors"):  # as models are published
+        tensors = {name: one.bfloat16() for name, one in load_file(path).items()}
+        for name in tensors:
+            if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")):
+                exact[name] = tensors[name] = torch.rand(tensors[name].shape, generator=generator) + 0.5
+        save_file(tensors, path, {"format": "pt"})
+    assert len(exact) >= 2
+    spec = held(replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16"), tmp_path / "base")
+    engines = map_views(spec.base_socket(None), ALONE.device)
+    kind = Renderer(str(source), image_cache_bytes=0, max_image_pixels=10**7).family
+    for trainers in (spec, replace(spec, base_dir=None)):
+        parameters = dict(load(trainers, kind, ALONE, is_sharded=False).model.named_parameters())
+        for name, tensor in exact.items():
+            assert engines[name].dtype == parameters[name].dtype == torch.float32
+            assert engines[name].equal(tensor) and parameters[name].equal(tensor), name
+
+
+@pytest.mark.usefixtures("_engine_parts")
 @pytest.mark.parametrize(("moe", "precision"), [(False, None), (True, None), (False, "fp8")])
 def test_a_base_in_fp8_is_held_and_mapped_dequantised_or_as_it_stays(
     moe: bool, precision: Literal["fp8"] | None, tmp_path: Path

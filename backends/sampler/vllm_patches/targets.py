@@ -1,5 +1,6 @@
 """The internals of vLLM 0.32 that are changed or relied on; `doctor` reads this list, and it imports no vLLM."""
 
+from backends.families.linear_attention import GATED_NORMS as GATED_NORMS
 from backends.patches import Patch
 
 EXECUTOR = "backends.sampler.vllm_patches.executor.Executor"

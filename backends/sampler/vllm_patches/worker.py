@@ -28,6 +28,7 @@ from backends.sampler.vllm_patches import prompt_scores, targets
 from backends.sampler.vllm_patches.block_fp8 import read_fp8
 from backends.sampler.vllm_patches.deepseek_v3 import set_latent_norms
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
+from backends.sampler.vllm_patches.gated_norms import keep_gated_norms
 from backends.sampler.vllm_patches.gpt_oss import lay_out_experts
 from backends.sampler.vllm_patches.heads import give_heads_adapters
 from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
@@ -70,6 +71,7 @@ def _patch_process() -> None:
     lay_out_experts()
     read_fp8()
     give_heads_adapters()
+    keep_gated_norms()
     keep_images_whole()
     if is_cpu:
         patch_cpu()

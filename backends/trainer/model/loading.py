@@ -37,6 +37,7 @@ from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root, World, shard
 from backends.trainer.lora.packed_fp8 import PackedLinear
 from backends.trainer.model import attention
+from backends.trainer.model.own_precision import keeping_precision
 from backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
         arguments: dict[str, object] = {"dtype": dtype, "attn_implementation": attention_name}
-        model, found = _model(config, family, tensors, staying, arguments)
+        with keeping_precision():
+            model, found = _model(config, family, tensors, staying, arguments)
     finally:
         hook.remove()
     _check(found, config.directory, not_loaded(model.config))

@@ -55,4 +55,11 @@ SET_PARAMETER = Patch(
     "A parameter that was read has `_is_hf_initialized`, and is set in its module by setattr.",
     how="relied on",
 )
+DTYPE_PLAN = Patch(
+    "own-precision",
+    "transformers.modeling_utils:PreTrainedModel._get_dtype_plan",
+    "01c7b5a94dbfbefcda177627fc0ac0181d97bd3432e676a244a8d2183aa39052",
+    "Small tensors of linear attention are rounded to the model's precision, where published files and the engine have"
+    " them in float32.",
+)
 PATCHES = [one for one in vars().values() if isinstance(one, Patch)]
