@@ -42,6 +42,7 @@ def _engine_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from backends.sampler.vllm_patches import targets
 
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # as the launcher starts a holder
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # as above
     for patch in (targets.CPU_WEIGHTS, targets.CPU_MAPPING, targets.CPU_MAPPED_DEVICE):
         module, _, name = patch.target.partition(":")
         monkeypatch.setattr(importlib.import_module(module), name, getattr(importlib.import_module(module), name))
