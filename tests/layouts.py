@@ -12,7 +12,8 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 def split(directory: Path) -> None:
     """Have the weights in two shards with an index, as large models have them."""
-    tensors, names = load_file(directory / "model.safetensors"), {}
+    tensors = load_file(directory / "model.safetensors")
+    names: dict[str, str] = {}
     (directory / "model.safetensors").unlink()
     for number, shard in enumerate(SHARDS):
         part = {name: tensors[name] for name in sorted(tensors)[number::2]}

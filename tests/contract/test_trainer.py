@@ -424,7 +424,7 @@ def test_text_models_train_as_transformers_scores_them(tiny_text):
 
 
 def test_a_sliding_window_stays_the_models_own_in_packed_microbatches(tmp_path):
-    kinds = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    kinds: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
     source = make_tiny_of("gemma3_text", tmp_path / "windowed", query_pre_attn_scalar=32, **kinds)
     unwindowed = shutil.copytree(source, tmp_path / "unwindowed")
     path = unwindowed / "config.json"

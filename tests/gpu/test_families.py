@@ -5,6 +5,7 @@ pytest tests/gpu/test_families.py
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,7 +211,7 @@ async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) 
 
 async def print_gap_of_base(kind: str, running: SamplerPool, base: LoadCheck) -> None:
     """What is compared at every start, for which a bound is to be known."""
-    prompts = {"text": (text_input(base.token_ids), base.logprobs)}
+    prompts: dict[str, tuple[ModelInput, Sequence[float]]] = {"text": (text_input(base.token_ids), base.logprobs)}
     if base.image:
         prompts["text behind an image"] = base.behind_image, base.logprobs_behind_image
     for what, (model_input, logprobs) in prompts.items():

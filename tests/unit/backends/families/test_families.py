@@ -341,8 +341,8 @@ def test_windows_in_some_layers_are_refused_where_the_engine_does_not_tell_layer
         model.architectures = [f"{kind.title()}ForCausalLM"]
         with pytest.raises(BackendFailed, match=rf"dir: {kind.title()}ForCausalLM with sliding windows in some"):
             find_family(model, "dir")
-    for fields in ({"max_window_layers": 0}, {"max_window_layers": 4}, {"use_sliding_window": False}):
-        find_family(config(kind, **{**windows, **fields}), "dir")
+    for served in ({"max_window_layers": 0}, {"max_window_layers": 4}, {"use_sliding_window": False}):
+        find_family(config(kind, **{**windows, **served}), "dir")
 
 
 def test_a_module_that_two_flags_train_is_refused() -> None:

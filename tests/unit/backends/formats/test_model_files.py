@@ -34,7 +34,8 @@ def test_a_copy_has_the_same_fingerprint_whatever_wrote_its_config(tiny_text: Pa
 def test_the_same_tensors_in_more_files_have_the_same_fingerprint(tiny_text: Path, copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
     for number, half in enumerate((names[::2], names[1::2])):
         save_file({name: tensors[name] for name in half}, copy / f"model-{number}.safetensors")
         weight_map |= dict.fromkeys(half, f"model-{number}.safetensors")
