@@ -3,6 +3,7 @@
 pytest tests/unit/test_conformance_report.py
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,15 @@ def test_a_tests_name_says_its_items() -> None:
     for name in ("test_old", "test_24_old", "test_024"):
         with pytest.raises(pytest.UsageError, match=name):
             items_of(name)
+
+
+def test_every_conformance_test_is_named_by_its_items_and_every_item_has_a_test() -> None:
+    """`make conformance` runs nothing if a name has no item. CI runs these tests with all others."""
+    files = sorted((ROOT / "tests/conformance").glob("test_*.py"))
+    names = [
+        name for path in files for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert len(names) > 110 and {item for name in names for item in items_of(name)} == set(checklist())
 
 
 def test_an_item_passes_when_it_has_tests_and_all_of_them_pass(tmp_path: Path) -> None:
