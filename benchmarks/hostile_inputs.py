@@ -130,7 +130,7 @@ def results_on_disk(client: Client) -> None:
     datum = pb.Datum(model_input=[tokens], loss_fn_inputs={"target_tokens": targets, "weights": weights})
     for number in (1, 2):
         request = pb.ForwardBackwardRequest(
-            model_id=model_id, seq_id=number, data=[datum] * 100, loss_fn="cross_entropy", forward_only=True
+            model_id=model_id, seq_id=number, data=[datum] * 60, loss_fn="cross_entropy", forward_only=True
         )
         body = zstandard.compress(request.SerializeToString())
         sent = client.post("/api/v1/forward_backward", body, PROTOBUF, **{"content-encoding": "zstd"})
