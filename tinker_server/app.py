@@ -67,6 +67,7 @@ from tinker_server.store.steps import StepStore
 from tinker_server.store.uploads import UploadFolder
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi, reference_page
+from tinker_server.web.body_form import BodyForm
 from tinker_server.web.cors import Cors
 from tinker_server.web.deps import Services, caller
 from tinker_server.web.gate import BodyLimit, Gate, Measured
@@ -121,6 +122,7 @@ def create_app(
         docs_url=None,  # FastAPI's pages load scripts from elsewhere: reference_page has ours
         redoc_url=None,
     )
+    app.add_middleware(BodyForm)
     app.add_middleware(Prefixed)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, host=settings.host)

@@ -231,3 +231,40 @@ def test_what_is_the_same_for_everybody_is_made_once(
     assert again.content == first.content and again.headers["content-type"] == first.headers["content-type"]
     cached = server.http.get(f"{server.url}{path}", headers={"if-none-match": first.headers["etag"]})
     assert (cached.status_code, cached.content) == (304, b"")
+
+
+@pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded", "application/json"])
+def test_json_is_taken_by_every_route_as_curl_sends_it(server: Running, content_type: str | None) -> None:
+    def post(path: str, **body: object) -> httpx.Response:
+        headers = {} if content_type is None else {"content-type": content_type}
+        return server.http.post(path, content=json.dumps(body), headers=headers)
+
+    session_id = post("/create_session").json()["session_id"]
+    made = post("/create_model", session_id=session_id, model_seq_id=0, base_model="tiny", lora_config={"rank": 8})
+    model_id = json.loads(server.result(made).content)["model_id"]
+    chunk = {"type": "encoded_text", "tokens": [1]}
+    target = {"data": [1], "dtype": "int64", "shape": [1]}
+    one = {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": {"target_tokens": target}}
+    batch = {"data": [one], "loss_fn": "cross_entropy"}
+    answers = [
+        post("/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="tiny"),
+        post("/get_info", model_id=model_id),
+        post("/forward_backward", model_id=model_id, seq_id=1, forward_backward_input=batch),
+        post("/optim_step", model_id=model_id, seq_id=2),
+        post("/session_heartbeat", session_id=session_id),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+@pytest.mark.parametrize(
+    "path", ["/api/v1/create_session", "/api/v1/optim_step", "/api/v1/asample", "/v1/chat/completions", "/v1/messages"]
+)
+def test_an_encoding_that_a_route_cannot_read_is_refused_by_its_name(server: Running, path: str, encoding: str) -> None:
+    headers = {"content-encoding": encoding, "authorization": "Bearer tml-test"}
+    refused = server.http.post(f"{server.url}{path}", content=b"\x28\xb5\x2f\xfd", headers=headers)
+    assert refused.status_code == 400
+    if path.endswith("asample") and encoding == "zstd":
+        assert "the zstd body is corrupt" in refused.text or "cut short" in refused.text
+    else:
+        assert f"Content-Encoding '{encoding}' is not supported by {path}" in refused.text

@@ -133,13 +133,11 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]
         pieces = [piece async for piece in http.stream()]
         # One long copy of a large body, during which Python lets other threads run.
         body: bytes = await off_loop(models.caller, sum(map(len, pieces)), b"".join, pieces)
-        encoding = http.headers.get("content-encoding", "identity")
-        if encoding not in ("zstd", "identity"):
-            raise BadRequest(f"Content-Encoding {encoding!r} is not supported; zstd is, or none")
+        is_zstd = http.headers.get("content-encoding", "").strip().lower() == "zstd"
         limit = largest_body(http.url.path, settings.max_body_bytes)
-        size_bytes = wire.decompressed_bytes(body, limit) if encoding == "zstd" else len(body)
+        size_bytes = wire.decompressed_bytes(body, limit) if is_zstd else len(body)
         async with models.server.ledger.decoding(models.caller, size_bytes):
-            if encoding == "zstd":
+            if is_zstd:
                 body = await off_loop(models.caller, len(body), wire.decompress, body, limit)
             try:
                 request, digest, images = await off_loop(models.caller, len(body), _decode, kind, body, content_type)
