@@ -147,6 +147,51 @@ def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(server: Running)
     assert put(model, b" " * limit).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("named", "source", "is_same"),
+    [
+        (None, "org/tiny", True),
+        ("", "org/tiny", True),
+        ("tiny", "org/tiny", True),
+        ("org/tiny", "org/tiny", True),
+        ("copies/Tiny", "org/tiny", True),
+        ("/home/me/adapted", "org/tiny", True),
+        ("./outputs/merged", "org/tiny", True),
+        ("org/tiny-base", "/models/tiny", True),  # the operator's own name: nothing says what it is
+        ("org/tiny-base", "org/tiny", False),
+        ("org/tiny-base", "/cache/models--org--tiny/snapshots/0a1b", False),
+        ("org/tiny", "/cache/models--org--tiny/snapshots/0a1b", True),
+        ("/home/me/.cache/models--org--tiny-base/snapshots/0a1b", "org/tiny", False),
+        ("outputs/merged", "org/tiny", False),  # looks like a name of the hub
+        (["org/tiny"], "org/tiny", False),
+    ],
+)
+def test_an_adapter_that_names_another_base_is_refused_by_name(
+    server: Running, named: object, source: str, is_same: bool
+) -> None:
+    server.backend.tiny.info = replace(server.backend.tiny.info, source=source)
+    config = json.dumps({**json.loads(CONFIG), "base_model_name_or_path": named}).encode()
+    finished = Started.of(server.http, "tiny").put(CONTENT | {"adapter_config.json": config}).finish()
+    assert finished.status_code == (200 if is_same else 400), finished.text
+    if not is_same:
+        assert "adapter_config.json: base_model_name_or_path " in finished.json()["detail"]
+        assert not server.backend.tiny.trainer.calls
+
+
+def test_an_adapter_that_names_another_name_of_the_same_files_is_taken(server: Running) -> None:
+    served = server.app.state.services.models.served
+    served["org/alias"] = served["tiny"]
+    config = json.dumps({**json.loads(CONFIG), "base_model_name_or_path": "org/alias"}).encode()
+    finished = Started.of(server.http, "tiny").put(CONTENT | {"adapter_config.json": config}).finish()
+    assert finished.status_code == 200, finished.text
+
+
+@pytest.mark.parametrize("content", [b"[" * 60_000, b"", b"{", b"\xff"])
+def test_a_config_that_is_no_json_is_refused(server: Running, content: bytes) -> None:
+    refused = Started.of(server.http, "tiny").put(CONTENT | {"adapter_config.json": content}).finish()
+    assert refused.status_code == 400 and "adapter_config.json is no JSON" in refused.json()["detail"]
+
+
 def test_a_file_of_more_bytes_than_all_bodies_in_memory_may_have_comes_while_others_work(server: Running) -> None:
     server.backend.tiny.info = replace(server.backend.tiny.info, adapter_bytes=1 << 22)
     begun = started(server)

@@ -122,6 +122,12 @@ def test_files_that_are_wrong_are_refused_by_name_and_the_server_goes_on(
         "the LoRA ranks differ": save(other_rank),
         f"{name} is of type I64": save({**tensors, name: torch.zeros_like(tensors[name], dtype=torch.int64)}),
         "no safetensors file": pickled.getvalue(),
+        "save_embedding_layers=False": save(
+            {**tensors, "base_model.model.lm_head.base_layer.weight": torch.ones(1, 1)}
+        ),
+        "which has no base_model.model.visual.q.lora_A.weight": save(
+            {**tensors, "base_model.model.visual.q.lora_A.weight": torch.ones(8, 1)}
+        ),
         "which has": save({key: one for key, one in tensors.items() if key != name}),
     }
     begun = Started.of(api, MODEL).put(files)

@@ -25,6 +25,7 @@ KEPT_S = 3600
 """An upload is kept so long after its links have expired: its files may just have come."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _ABOUT = "upload.json"
+_ADAPTER_ALONE = ": send the tensors of the adapter alone (PEFT: save_pretrained(..., save_embedding_layers=False))"
 _WRITTEN_BYTES = 1 << 20
 """Bytes that are written at once, by a thread."""
 
@@ -134,11 +135,12 @@ class UploadFolder:
 
 async def _write(path: Path, name: str, parts: AsyncIterator[bytes], limit: int) -> int:
     num_bytes, held = 0, bytearray()
+    remedy = _ADAPTER_ALONE if name == ADAPTER_FILE else ""
     with path.open("wb") as file:
         async for part in parts:
             num_bytes += len(part)
             if num_bytes > limit:
-                raise BodyTooLarge(f"{name} is larger than {limit} bytes, the most that this upload may have")
+                raise BodyTooLarge(f"{name} is larger than {limit} bytes, the most that this upload may have{remedy}")
             held += part
             if len(held) >= _WRITTEN_BYTES:
                 await asyncio.to_thread(file.write, held)

@@ -26,6 +26,7 @@ from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.uploads import FILES, Upload, UploadFolder
 from tinker_server.weights import export
+from tinker_server.weights.base_names import require_same_base
 from tinker_server.weights.copying import finished_session, run_of_weights
 from tinker_server.weights.lookup import WeightStores
 
@@ -109,6 +110,7 @@ class Uploads:
         directory = self.folder.path(upload.upload_id)
         async with self.folder.unchanged(upload.upload_id):  # a file may still come, which was begun before
             await on_files(upload.owner, _check_files, directory, upload)
+            await on_files(upload.owner, require_same_base, directory, self._names(upload.base_model))
             if self._deaths[upload.upload_id] >= DEATHS:
                 raise BadRequest(f"the trainer ended {DEATHS} times while it read the upload {upload.upload_id}")
             try:
@@ -118,6 +120,12 @@ class Uploads:
                 raise UploadFailed(failure(error).error) from None
             await self.folder.finish(upload)
         return path
+
+    def _names(self, base_model: str) -> list[str]:
+        """Return a base's name, those of the same directory, and the directory or hub id."""
+        served = self._stores.bases.served
+        source = self._stores.bases.base(base_model).info.source
+        return [base_model, *(name for name, base in served.items() if base.info.source == source), source]
 
     async def _save(self, upload: Upload, source: Path, path: TinkerPath, session_id: str) -> None:
         """Have the trainer read the adapter and save it, and record the weights with the run that they belong to."""
@@ -177,13 +185,14 @@ def _check_files(directory: Path, upload: Upload) -> None:
 
 
 def _trainable(upload: Upload, source: Path, info: BaseModelInfo) -> Trainable:
-    """Return the shape of the adapter. A vision tower is one that the file has: a client has no field for it.
+    """Return the shape of the adapter. A vision tower is one that the file has: a client has no field for it. On a
+    server that trains none, the tensors of one are refused by their names.
 
     Raises BadRequest.
     """
     lora = upload.lora_config
     try:
-        train_vision = info.takes_images and export.has_tower(source / ADAPTER_FILE)
+        train_vision = export.has_tower(source / ADAPTER_FILE)
     except (ValueError, AttributeError, TypeError, RecursionError):  # whatever the header is in place of an object
         raise BadRequest(f"{ADAPTER_FILE} is no safetensors file: its header is no object of tensors") from None
     return Trainable(
@@ -192,5 +201,5 @@ def _trainable(upload: Upload, source: Path, info: BaseModelInfo) -> Trainable:
         train_unembed=lora.train_unembed,
         train_mlp=lora.train_mlp,
         train_attn=lora.train_attn,
-        train_vision=train_vision,
+        train_vision=train_vision and info.trains_vision,
     )

@@ -4,7 +4,6 @@ Every tensor must be one of the model's, by its exact name: a tensor that is tak
 numbers without an error. The header is checked before a tensor is read.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,15 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from api_schemas.adapter_names import NOT_FOR_PEFT, tinker_name
+from api_schemas.adapter_names import tinker_name
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.lora.linear import ALPHA
+from backends.trainer.lora.saved_config import read_config
 
 _DTYPES = ("F32", "F16", "BF16")
-_CHANGED_BASE = ("use_dora", "use_rslora", "use_qalora", "fan_in_fan_out", "lora_bias", "modules_to_save")
-_PATTERNS = ("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters")
-_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Initialisations that leave the base as it was."""
+_OF_BASE = ".base_layer."
+"""In the names of the base's own tensors, which PEFT saves beside the adapter of a head or an embedding."""
 _MAX_NAMES = 3
 """Names in one error."""
 
@@ -33,46 +31,30 @@ def read_adapter(directory: Path, own: Mapping[str, Tensor], *, has_tower: bool)
     """
     if not (directory / ADAPTER_FILE).exists():
         raise InvalidInput(f"the checkpoint has no {ADAPTER_FILE}: it was deleted, or is no adapter")
-    alpha = _checked_alpha(directory)
+    config = read_config(directory)
     try:
         with safe_open(directory / ADAPTER_FILE, "pt") as file:
             stacks = _names_in_file(set(file.keys()), list(own), has_tower=has_tower)
             for name in stacks:
-                if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
-                    raise InvalidInput(f"{name} is of type {dtype}; {', '.join(_DTYPES)} are taken")
+                part = file.get_slice(name)
+                _check_header(name, part.get_dtype(), part.get_shape(), config.rank)
             tensors = dict(_under_own_names(stacks, ((name, file.get_tensor(name)) for name in stacks)))
     except SafetensorError as error:
         raise InvalidInput(f"{ADAPTER_FILE} is no safetensors file: {error}") from None
-    if alpha != ALPHA:
+    if config.alpha != ALPHA:
         for name in [name for name in tensors if name.endswith(".lora_B.weight")]:
-            tensors[name] = tensors[name].to(torch.float32) * (alpha / ALPHA)
+            tensors[name] = tensors[name].to(torch.float32) * (config.alpha / ALPHA)
     return tensors
 
 
-def _checked_alpha(directory: Path) -> float:
-    """Return `lora_alpha`. Raises InvalidInput for a config that asks for more than the plain product of A and B."""
-    try:
-        config = json.loads((directory / ADAPTER_CONFIG_FILE).read_text())
-    except (OSError, ValueError):
-        raise InvalidInput(f"the checkpoint has no readable {ADAPTER_CONFIG_FILE}") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{ADAPTER_CONFIG_FILE} is no JSON object")
-    if config.get("peft_type") not in (None, "LORA", NOT_FOR_PEFT):
-        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: peft_type {config['peft_type']!r} is not supported, only LORA is")
-    for field in (*_CHANGED_BASE, *_PATTERNS):
-        if config.get(field):
-            raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: {field} {config[field]!r} is not supported; leave it out")
-    if config.get("bias") not in (None, "none"):
-        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: bias {config['bias']!r} is not supported, only 'none' is")
-    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+def _check_header(name: str, dtype: str, shape: Sequence[int], rank: int) -> None:
+    """Raise InvalidInput for a tensor of another type, or of another rank than the config says."""
+    if dtype not in _DTYPES:
+        raise InvalidInput(f"{name} is of type {dtype}; {', '.join(_DTYPES)} are taken")
+    if len(shape) < 2 or shape[-2 if ".lora_A." in name else -1] != rank:
         raise InvalidInput(
-            f"{ADAPTER_CONFIG_FILE}: init_lora_weights {config['init_lora_weights']!r} is not supported: it changes the"
-            " base; convert the adapter first (PeftModel.save_pretrained, path_initial_model_for_weight_conversion)"
+            f"{ADAPTER_CONFIG_FILE}: r is {rank}, but {name} has shape {tuple(shape)}: the LoRA ranks differ"
         )
-    alpha = config.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
-        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: lora_alpha {alpha!r} is not a number above 0")
-    return float(alpha)
 
 
 def _names_in_file(found: set[str], own: Sequence[str], *, has_tower: bool) -> dict[str, list[str]]:
@@ -83,13 +65,16 @@ def _names_in_file(found: set[str], own: Sequence[str], *, has_tower: bool) -> d
     is_of_tools = len(found & of_tools.keys()) > len(found & set(own))
     expected = of_tools if is_of_tools else {name: [name] for name in own}
     form = "Tinker's tools" if is_of_tools else "PEFT"
-    if missing := _some(expected.keys() - found):
+    missing, unknown = _some(expected.keys() - found), _some(found - expected.keys())
+    if of_base := _some(name for name in found - expected.keys() if _OF_BASE in name):
         raise InvalidInput(
-            f"the checkpoint trains other modules than this model, which has {missing} in the names of {form}"
+            f"{ADAPTER_FILE} has {of_base}, which belongs to the base and not to the adapter: save the adapter without"
+            " it (PeftModel.save_pretrained(..., save_embedding_layers=False))"
         )
-    if unknown := _some(found - expected.keys()):
+    if missing or unknown:
+        differences = [f"which has {missing}"] * bool(missing) + [f"which has no {unknown}"] * bool(unknown)
         raise InvalidInput(
-            f"the checkpoint trains other modules than this model, which has no {unknown} in the names of {form}"
+            f"the checkpoint trains other modules than this model, {' and '.join(differences)} in the names of {form}"
         )
     return expected
 

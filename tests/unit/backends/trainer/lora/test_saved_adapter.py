@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -75,20 +76,7 @@ def changed(directory: Path, **fields: object) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("peft_type", "LOHA"),
-        ("use_dora", True),
-        ("use_rslora", True),
-        ("bias", "all"),
-        ("modules_to_save", ["embed_tokens"]),
-        ("rank_pattern", {"q_proj": 2}),
-        ("alpha_pattern", {"q_proj": 2}),
-        ("init_lora_weights", "pissa"),
-        ("lora_alpha", 0),
-        ("lora_alpha", None),
-        ("lora_alpha", True),
-        ("fan_in_fan_out", True),
-    ],
+    [("alora_invocation_tokens", [1, 2]), ("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("r", 8)],
 )
 def test_a_config_that_asks_for_more_than_a_product_is_refused_by_field(
     field: str, value: object, text: dict[str, Tensor], tmp_path: Path
@@ -96,6 +84,19 @@ def test_a_config_that_asks_for_more_than_a_product_is_refused_by_field(
     changed(tmp_path / export.PEFT, **{field: value})
     with pytest.raises(InvalidInput, match=rf"adapter_config\.json: {field} "):
         read_adapter(tmp_path / export.PEFT, text, has_tower=False)
+
+
+def test_the_weight_of_a_head_that_peft_adds_is_refused_with_the_remedy(tiny_text: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_text)
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=32, target_modules=modules, task_type="CAUSAL_LM"))
+    with pytest.warns(UserWarning, match="save_embedding_layers"):
+        peft.save_pretrained(tmp_path / "as-it-is")
+    peft.save_pretrained(tmp_path / "without", save_embedding_layers=False)
+    own = load_file(tmp_path / "without" / ADAPTER_FILE)
+    with pytest.raises(InvalidInput, match=r"lm_head\.base_layer\.weight, which .*save_embedding_layers=False"):
+        read_adapter(tmp_path / "as-it-is", own, has_tower=False)
+    assert read_adapter(tmp_path / "without", own, has_tower=False).keys() == own.keys()
 
 
 def test_a_tensor_that_is_missing_or_unknown_is_named(text: dict[str, Tensor], tmp_path: Path) -> None:
@@ -110,6 +111,16 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(text: dict[str, Tensor], t
             InvalidInput, match=rf"has no base_model\.model\.visual\.q\.lora_A\.weight in the .* {form}"
         ):
             read_adapter(directory, text, has_tower=False)
+
+
+def test_tensors_that_are_unknown_and_missing_are_both_named(text: dict[str, Tensor], tmp_path: Path) -> None:
+    first, *others = sorted(text)
+    renamed = {"of.another.model.lora_A.weight": text[first], **{name: text[name] for name in others}}
+    save_file(renamed, tmp_path / export.PEFT / ADAPTER_FILE)
+    with pytest.raises(
+        InvalidInput, match=rf"which has {first} and which has no of\.another\.model\.lora_A\.weight in"
+    ):
+        read_adapter(tmp_path / export.PEFT, text, has_tower=False)
 
 
 def test_the_tools_names_are_not_taken_for_a_model_with_a_tower(text: dict[str, Tensor], tmp_path: Path) -> None:
@@ -133,6 +144,7 @@ def test_a_stack_of_many_experts_is_read_in_the_order_of_their_numbers(text: dic
     name = "base_model.model.model.layers.0.mlp.experts.{}.gate_proj.lora_A.weight"
     own = {name.format(i): torch.zeros(2, 3) for i in range(12)}  # as text, 10 comes before 2
     stack = "base_model.model.model.layers.0.mlp.experts.w1.lora_A.weight"
+    changed(tmp_path, r=2)
     save_file({stack: torch.arange(12.0).reshape(12, 1, 1).expand(12, 2, 3).contiguous()}, tmp_path / ADAPTER_FILE)
     read = read_adapter(tmp_path, own, has_tower=False)
     assert [float(read[one][0, 0]) for one in own] == list(range(12))

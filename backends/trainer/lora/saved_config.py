@@ -1,0 +1,116 @@
+"""The config of a saved adapter, as PEFT writes it: what is read of it, and what else may be set.
+
+A field that changes what the adapter computes gives wrong numbers, without an error, where it is not read. So the
+fields that do not are listed, and every other one is refused if it is set.
+"""
+
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from api_schemas.adapter_names import NOT_FOR_PEFT
+from backends.protocol import ADAPTER_CONFIG_FILE, InvalidInput
+
+READ = frozenset({"r", "lora_alpha"})
+HARMLESS = frozenset(
+    {
+        # Where it is from. The base of an upload is compared by the server, which knows the base's other names.
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        # Which modules it has: the names of its tensors say it.
+        "target_modules",
+        "exclude_modules",
+        # How it is trained and initialised; `init_lora_weights` names the initialisation.
+        "inference_mode",
+        "lora_dropout",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "runtime_config",
+        # Without effect while another field, which is refused, is not set.
+        "megatron_core",
+        "qalora_group_size",
+    }
+)
+"""Fields that may have any value."""
+ONLY: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA", NOT_FOR_PEFT),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),  # these leave the base as it was
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "ensure_weight_tying": (False,),
+    "modules_to_save": ([],),
+    "target_parameters": ([],),
+    "layers_to_transform": ([],),
+    "layers_pattern": ([], ""),
+    "layer_replication": ([],),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "trainable_token_indices": (),
+    "alora_invocation_tokens": (),
+    "megatron_config": (),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
+    "use_bdlora": (),
+    "velora_config": (),
+}
+"""Fields that may have only these values, or `None`: others ask for more than the plain product of A and B."""
+_REMEDIES = {
+    "init_lora_weights": "it changes the base; convert the adapter first (PeftModel.save_pretrained,"
+    " path_initial_model_for_weight_conversion)",
+    "layers_to_transform": "leave it out, since the tensors say which layers they are of",
+    "layers_pattern": "leave it out, since the tensors say which layers they are of",
+    "peft_type": "only LORA is",
+}
+
+
+@dataclass(frozen=True)
+class SavedConfig:
+    """What a config says about an adapter that is a plain product of A and B."""
+
+    rank: int
+    alpha: float
+
+
+def read_config(directory: Path) -> SavedConfig:
+    """Read the config in a directory. Raises InvalidInput that names the field."""
+    try:
+        config = json.loads((directory / ADAPTER_CONFIG_FILE).read_text())
+    except (OSError, ValueError, RecursionError):
+        raise InvalidInput(f"the checkpoint has no readable {ADAPTER_CONFIG_FILE}") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{ADAPTER_CONFIG_FILE} is no JSON object")
+    for field, value in config.items():
+        _require_known(field, value)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: r {reprlib.repr(rank)} is not an integer from 1")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
+        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: lora_alpha {reprlib.repr(alpha)} is not a number above 0")
+    return SavedConfig(rank, float(alpha))
+
+
+def _require_known(field: str, value: object) -> None:
+    if value is None or field in READ or field in HARMLESS:
+        return
+    allowed = ONLY.get(field)
+    if allowed is None:
+        if value is not False and value not in ("", [], {}):
+            raise InvalidInput(
+                f"{ADAPTER_CONFIG_FILE}: {reprlib.repr(field)} {reprlib.repr(value)} is not known here; leave it out if"
+                " the adapter is the plain product of A and B"
+            )
+    elif value not in allowed:
+        remedy = _REMEDIES.get(field, f"only {' or '.join(map(str, allowed)) or 'null'} is")
+        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: {field} {reprlib.repr(value)} is not supported: {remedy}")
