@@ -78,14 +78,6 @@ def test_the_sequence_ratio_of_gspo_is_of_each_datum_alone():
     torch.testing.assert_close(together, separate)
 
 
-def test_the_penalty_of_dro_is_of_the_answer_and_not_of_the_padding_of_its_prompt() -> None:
-    """As docs/rl.md pads: advantage and log probability 0 before the answer, which may have advantage 0 too."""
-    value, gradient = evaluate("dro", logprobs=[0.0, -1.0, -0.5], advantages=[0.0, 0.0, 2.0])
-    beta, gaps = 0.05, np.array([0.0, -2.0 + 1.0, 0.0])
-    assert value == pytest.approx(beta / 2 * (gaps**2).sum() - 2 * -0.5)
-    assert gradient == pytest.approx([0.0, beta * gaps[1], -2.0])
-
-
 def of_sequences(log_ratios: list[list[float]], advantages: list[list[float]], masks: list[list[float]]) -> float:
     """-sum over sequences of sum_i min(s A_i, clip(s) A_i), s the geometric mean of the ratios inside the mask; a sum
     over the sequences that have one."""
