@@ -146,8 +146,8 @@ def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
     outputs, inputs, rank = 130, 140, 3
     weight = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
     bytes_ = packed(weight, torch.rand(2, 2))
-    adapters = [[torch.randn(rank, inputs)], [torch.randn(rank, outputs)]]
-    sums = [[torch.zeros(rank, inputs)], [torch.zeros(rank, outputs)]]
+    a, b = [torch.randn(rank, inputs)], [torch.randn(rank, outputs)]
+    sum_a, sum_b = [torch.zeros(rank, inputs)], [torch.zeros(rank, outputs)]
     saved: list[torch.Tensor] = []
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         x = torch.randn(5, inputs, requires_grad=True)
-        y, _ = lora_linears(x, [bytes_], *adapters, *sums, torch.ones(1, rank))
+        y, _ = lora_linears(x, [bytes_], a, b, sum_a, sum_b, torch.ones(1, rank))
     y.sum().backward()
     assert any(one.dtype == torch.uint8 for one in saved) and not any(one.shape == weight.shape for one in saved)
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic_core import from_json
 from transformers import AutoProcessor
 
-from backends.protocol import InvalidInput
+from backends.protocol import ChatEndpoint, InvalidInput
 from tests.chats import TEXT, as_model_input, chat, emitted, events, logprobs
 from tests.factories import PAINT
 from tests.sampling import assert_close
@@ -24,7 +24,7 @@ async def test_a_conversation_that_ends_with_the_assistant_is_continued_in_anthr
     expected = processor.tokenizer.encode(
         processor.apply_chat_template(begun, tokenize=False, continue_final_message=True), add_special_tokens=False
     )
-    own = {"continue_final_message": True, "add_generation_prompt": False}
+    own: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     openai = await chat(sampler, begun, max_tokens=12, temperature=0, **own)
     assert openai["prompt_token_ids"] == expected
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "small"}]
@@ -39,7 +39,8 @@ async def test_a_conversation_that_ends_with_the_assistant_is_continued_in_anthr
         streamed, _ = await emitted(sampler, "messages", stream=True, **asked, max_tokens=12, temperature=0)
         deltas = [one["delta"] for one in events(streamed) if one["type"] == "content_block_delta"]
         assert "".join(delta["text"] for delta in deltas) == text
-    for endpoint, more in (("messages", {"max_tokens": 2}), ("count_tokens", {})):
+    endpoints: list[tuple[ChatEndpoint, dict[str, Any]]] = [("messages", {"max_tokens": 2}), ("count_tokens", {})]
+    for endpoint, more in endpoints:
         empty = [begun[0], {"role": "assistant", "content": ""}]
         counts = [(await emitted(sampler, endpoint, messages=one, **more))[1] for one in (begun[:1], empty)]
         assert counts[0].prompt == counts[1].prompt
@@ -55,9 +56,9 @@ async def test_a_conversation_that_ends_with_the_assistant_is_continued_in_anthr
 )
 async def test_a_last_message_that_cannot_be_continued_is_refused_by_name(sampler, content, text):
     messages = [TEXT[1], {"role": "assistant", "content": content}]
-    for endpoint, more in (("messages", {"max_tokens": 2}), ("messages", {"max_tokens": 2, "stream": True})):
+    for stream in (False, True):
         with pytest.raises(InvalidInput, match=text):
-            await emitted(sampler, endpoint, messages=messages, **more)
+            await emitted(sampler, "messages", messages=messages, max_tokens=2, stream=stream)
     with pytest.raises(InvalidInput, match=text):
         await emitted(sampler, "count_tokens", messages=messages)
 
@@ -83,7 +84,7 @@ async def test_a_bias_moves_log_probabilities_as_it_moves_logits_and_no_further(
 async def test_a_prompt_that_is_only_echoed_counts_no_completion_token(sampler, stream):
     asked: dict[str, Any] = {"prompt": [list(range(5, 25)), list(range(5, 9))], "n": 2, "logprobs": 1}
     asked |= {"max_tokens": 0, "echo": True, "return_token_ids": True, "stream": stream}
-    more = {"stream_options": {"include_usage": True}} if stream else {}
+    more: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     parts, usage = await emitted(sampler, "completions", **asked, **more)
     answers = events(parts) if stream else [json.loads(parts[0])]
     assert (usage.prompt, usage.sampled) == (24, 0)

@@ -167,8 +167,8 @@ def test_the_loss_of_several_datums_is_the_sum_of_the_plain_formulas_of_each(los
         chunk = EncodedTextChunk(tokens=tokens)
         data.append(Datum(model_input=ModelInput(chunks=[chunk]), loss_fn_inputs={"target_tokens": tokens, **named}))
         parts.append(current)
-        given = [torch.from_numpy(values.astype(np.float64)) for values in (old, advantages)]
-        wanted.append(plain(loss_fn, current, *given, torch.from_numpy(mask)))
+        old_T, advantages_T = (torch.from_numpy(values.astype(np.float64)) for values in (old, advantages))
+        wanted.append(plain(loss_fn, current, old_T, advantages_T, torch.from_numpy(mask)))
     torch.stack(wanted).sum().backward()
     loss = LOSSES[loss_fn]
     settings = loss_config(loss, ForwardBackwardInput(data=data, loss_fn=loss_fn))
