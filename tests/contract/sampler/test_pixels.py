@@ -23,8 +23,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def process(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerProcess]:
     """In this process, its engine in another."""
     environment = pytest.MonkeyPatch()
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE"):
-        environment.setenv(name, str(int(name.startswith("TORCH"))))
+    for name, value in (
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("TORCH_COMPILE_DISABLE", "1"),
+        ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"),  # as the launcher sets it
+    ):
+        environment.setenv(name, value)
     config = replace(sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch")), image_cache_bytes=4 << 20)
     running = await SamplerProcess.start(config)
     yield running
