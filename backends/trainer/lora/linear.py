@@ -123,8 +123,7 @@ def _linears(  # noqa: PLR0913
     grad_bs_RO: Sequence[Tensor],  # noqa: ARG001
     scales_TR: Tensor,
 ) -> list[Tensor]:
-    """The large product is added to the small one, not the other way round: y is then read once less, and rounded
-    once."""
+    # The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
     x_TI = x.flatten(0, -2)
     inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR)
     ys = [
