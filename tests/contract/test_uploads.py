@@ -318,6 +318,18 @@ def test_uploads_are_deleted_some_time_after_their_links_have_ended(server: Runn
     assert not list(folder.iterdir())
 
 
+def test_a_damaged_record_of_an_upload_harms_no_other_upload_and_is_deleted_later(server: Running) -> None:
+    damaged = server.settings.data_dir / "uploads" / started(server)["upload_id"]
+    (damaged / "upload.json").write_bytes(b"{")
+    begun = sent(server)
+    assert finish(server, begun["upload_id"]).status_code == 200
+    assert finish(server, damaged.name).status_code == 404
+    sweeping = server.app.state.services.housekeeper.sweep_weights
+    for after_s, is_there in ((0, True), (25 * 3600, False)):
+        asyncio.run_coroutine_threadsafe(sweeping(time.time() + after_s), server.loop).result(20)
+        assert damaged.exists() == is_there
+
+
 def test_an_upload_goes_on_after_a_restart(tmp_path: Path) -> None:
     first = Running(tmp_path / "data")
     begun = started(first)

@@ -4,6 +4,8 @@ An upload is what its `upload.json` says; there is no row of it. It is deleted s
 """
 
 import asyncio
+import logging
+import math
 import re
 import shutil
 import time
@@ -16,13 +18,16 @@ from pydantic import BaseModel, ConfigDict
 from api_schemas.training import LoraConfig
 from backends.files import write_private, written_aside
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from tinker_server.errors import BodyTooLarge, DiskFull, UnknownUpload
+from tinker_server.errors import BodyTooLarge, DiskFull, UnknownUpload, shortened
 
+log = logging.getLogger(__name__)
 FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
 CONFIG_BYTES = 64 << 10
 """Largest `adapter_config.json`."""
 KEPT_S = 3600
 """An upload is kept so long after its links have expired: its files may just have come."""
+DAMAGED_KEPT_S = 24 * 3600
+"""An upload whose record cannot be read is kept so long after its directory was changed."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _ABOUT = "upload.json"
 _ADAPTER_ALONE = ": send the tensors of the adapter alone (PEFT: save_pretrained(..., save_embedding_layers=False))"
@@ -56,6 +61,8 @@ class UploadFolder:
     def __init__(self, data_dir: Path) -> None:
         self._root = data_dir.resolve() / "uploads"
         self._coming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._damaged: set[str] = set()
+        """Uploads whose records cannot be read, each named once in the log."""
 
     def path(self, upload_id: str) -> Path:
         """Return the directory of an upload's files. Raises UnknownUpload for what is no id."""
@@ -64,10 +71,16 @@ class UploadFolder:
         return self._root / upload_id
 
     def find(self, upload_id: str) -> Upload | None:
-        """Return an upload, whoever owns it; None if there is none."""
+        """Return an upload, whoever owns it; None if there is none, or if its record is damaged."""
+        about = self.path(upload_id) / _ABOUT
         try:
-            return Upload.model_validate_json((self.path(upload_id) / _ABOUT).read_bytes())
+            return Upload.model_validate_json(about.read_bytes())
         except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:  # must not stop the uploads of others
+            if upload_id not in self._damaged:
+                self._damaged.add(upload_id)
+                log.warning("%s cannot be read, so this upload is unknown: %s", about, shortened(str(error)))
             return None
 
     def require(self, upload_id: str, owner: str | None = None) -> Upload:
@@ -128,9 +141,15 @@ class UploadFolder:
 
     async def delete_expired(self, now: float) -> None:
         """Delete the uploads whose links have ended long ago."""
-        for upload in await asyncio.to_thread(self.all):
-            if upload.expires + KEPT_S < now:
-                await asyncio.to_thread(shutil.rmtree, self.path(upload.upload_id), ignore_errors=True)
+        kept = await asyncio.to_thread(self.all)
+        expired = [upload.upload_id for upload in kept if upload.expires + KEPT_S < now]
+        for upload_id in expired + [name for name in self._damaged if self._age_s(name, now) > DAMAGED_KEPT_S]:
+            await asyncio.to_thread(shutil.rmtree, self.path(upload_id), ignore_errors=True)
+            self._damaged.discard(upload_id)
+
+    def _age_s(self, upload_id: str, now: float) -> float:
+        directory = self.path(upload_id)
+        return now - directory.stat().st_mtime if directory.exists() else math.inf
 
 
 async def _write(path: Path, name: str, parts: AsyncIterator[bytes], limit: int) -> int:
