@@ -66,6 +66,16 @@ def test_pages_follow_one_another_without_a_gap(owners: tuple[Owner, Owner], sav
     assert paths == saved and cursor is None
 
 
+def test_a_cursor_tells_nothing_of_weights_that_the_caller_may_not_read(
+    owners: tuple[Owner, Owner], saved: list[str]
+) -> None:
+    _, bob = owners
+    assert found(bob, owner={"type": "accessible"}) == [saved[1]]
+    for path in (saved[0], "tinker://nobody:train:0/weights/nothing"):
+        cursor = {"last_created_at": "2000-01-01T00:00:00Z", "last_checkpoint_uuid": path}
+        assert found(bob, owner={"type": "accessible"}, cursor=cursor) == [], "older than the client says"
+
+
 def test_another_owner_finds_what_is_published_alone(owners: tuple[Owner, Owner], saved: list[str]) -> None:
     _, bob = owners
     assert found(bob) == []

@@ -233,7 +233,8 @@ class Catalog:
         query = select(SessionRow).where(SessionRow.owner == owner, *_conditions(request, now))
         if request.cursor is not None:
             # The last session's time is read from its row, since the cursor's is rounded to microseconds.
-            stored = select(SessionRow.created_at).where(SessionRow.session_id == request.cursor.last_session_id)
+            last = SessionRow.session_id == request.cursor.last_session_id
+            stored = select(SessionRow.created_at).where(last, SessionRow.owner == owner)
             last_at = func.coalesce(stored.scalar_subquery(), request.cursor.last_created_at.timestamp())
             same_time = and_(SessionRow.created_at == last_at, SessionRow.session_id < request.cursor.last_session_id)
             query = query.where(or_(SessionRow.created_at < last_at, same_time))

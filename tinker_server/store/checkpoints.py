@@ -62,7 +62,8 @@ class CheckpointStore:
         if request.cursor is not None:
             # The last one's time is read from its row, since the cursor's is rounded to microseconds.
             path = request.cursor.last_checkpoint_uuid
-            stored = select(CheckpointRow.created_at).where(CheckpointRow.tinker_path == path).scalar_subquery()
+            is_last = and_(CheckpointRow.tinker_path == path, or_(CheckpointRow.owner == caller, CheckpointRow.public))
+            stored = select(CheckpointRow.created_at).where(is_last).scalar_subquery()
             last_at = func.coalesce(stored, request.cursor.last_created_at.timestamp())
             same_time = and_(CheckpointRow.created_at == last_at, CheckpointRow.tinker_path > path)
             query = query.where(or_(CheckpointRow.created_at < last_at, same_time))

@@ -274,6 +274,16 @@ async def test_a_search_finds_the_same_on_every_database(
     assert [record.session.display_name for record in records] == found and not has_more
 
 
+async def test_a_cursor_tells_nothing_of_another_owners_session(db: Database) -> None:
+    store = SessionStore(db)
+    await store.create(CreateSessionRequest(display_name="mine"), None, OWNER)
+    others = await store.create(CreateSessionRequest(display_name="theirs, which is newer"), None, "another")
+    for session_id in (others, "there-is-none"):
+        cursor = {"last_created_at": "2000-01-01T00:00:00Z", "last_session_id": session_id}
+        search = SearchSessionsRequest.model_validate({"cursor": cursor})
+        assert await Catalog(db).search(search, OWNER, time.time()) == ([], False)
+
+
 def run(session_id: str, number: int = 0) -> TrainingRun:
     return TrainingRun(
         owner=OWNER,
