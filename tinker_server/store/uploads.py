@@ -143,7 +143,7 @@ class UploadFolder:
         """Delete the uploads whose links have ended long ago."""
         kept = await asyncio.to_thread(self.all)
         expired = [upload.upload_id for upload in kept if upload.expires + KEPT_S < now]
-        for upload_id in expired + [name for name in self._damaged if self._age_s(name, now) > DAMAGED_KEPT_S]:
+        for upload_id in expired + [name for name in tuple(self._damaged) if self._age_s(name, now) > DAMAGED_KEPT_S]:
             await asyncio.to_thread(shutil.rmtree, self.path(upload_id), ignore_errors=True)
             self._damaged.discard(upload_id)
 
