@@ -84,14 +84,14 @@ MUTATIONS = {
     ),
     "the first of several boxes is the answer": Mutation(
         "geometry.py",
-        "same(boxed[-1], self.record.ground_truth)",
-        "same(boxed[0], self.record.ground_truth)",
+        "same(boxed[-1], self._truth)",
+        "same(boxed[0], self._truth)",
         "test_records.py::test_the_last_of_several_boxes_is_the_answer",
     ),
     "the tool tells the answer": Mutation(
         "geometry.py",
-        "is {_fault(answer, self.record.ground_truth)}; try again",
-        "is {_fault(answer, self.record.ground_truth)}; try {self.record.ground_truth}",
+        "is {_fault(answer, self._truth)}; try again",
+        "is {_fault(answer, self._truth)}; try {self._truth}",
         "test_records.py::test_the_tools_words_help_with_the_next_answer_and_do_not_tell_it",
     ),
     "the warm start of the maze never moves the player": Mutation(
