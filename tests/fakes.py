@@ -42,7 +42,7 @@ from backends.protocol import (
     SavedForm,
 )
 from backends.sampler.checks import check_support
-from backends.trainer.step.validation import decode_batch
+from backends.trainer.step.decoding import decode_batch
 
 ADAPTER = {
     f"base_model.model.{module}.lora_{half}.weight": np.full(shape, 0.5, np.float32)

@@ -23,8 +23,9 @@ from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRe
 from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
 from backends.trainer.model.recompute import GIB
 from backends.trainer.step.batch_request import BatchRequest, choose_microbatches, lengths, plan_batch
+from backends.trainer.step.decoding import decode_batch
 from backends.trainer.step.packed_microbatch import MicrobatchRunner
-from backends.trainer.step.validation import check_forward_backward, decode_batch, published
+from backends.trainer.step.validation import check_forward_backward, published
 from backends.trainer.trained_weights import TrainedModel
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import pytest
 from api_schemas.inputs import ImageChunk
 from api_schemas.sampling import SampleResponse
 from backends.protocol import EncodedBatch, SamplingTask
-from backends.trainer.step.validation import decode_batch
+from backends.trainer.step.decoding import decode_batch
 from tests.factories import as_text, photo
 from tests.fake_server import Running
 from tinker_server.image_addresses import ImageAddresses

@@ -4,38 +4,19 @@ The checks depend on the request only, so that all ranks find the same: a datum 
 that do not decode.
 """
 
-import contextlib
 import math
 from collections.abc import Mapping
 
 import numpy as np
-from pydantic import ValidationError
 
-from api_schemas import wire
 from api_schemas.inputs import MAX_COLUMNS
-from api_schemas.old_clients.forward import ForwardRequest
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from api_schemas.training import ForwardBackwardInput
 from backends.inputs.rendering import Renderer
 from backends.processes.rpc import MAX_ANSWER_BYTES
-from backends.protocol import EncodedBatch, InvalidInput
+from backends.protocol import InvalidInput
 from backends.trainer.step.losses import CLIP_HIGH, CLIP_LOW, LOSSES, Loss
 
 STABLE_REINFORCE = "stable_reinforce"
-
-
-def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:
-    """Decode a request's body. Raises InvalidInput if it is not what its content type says."""
-    try:
-        if batch.content_type == wire.PROTOBUF:
-            return wire.decode_forward_backward(batch.body).forward_backward_input
-        with contextlib.suppress(ValidationError):
-            return ForwardRequest.model_validate_json(batch.body).forward_input
-        return ForwardBackwardRequest.model_validate_json(batch.body).forward_backward_input
-    except wire.MalformedBody as error:
-        raise InvalidInput(str(error)) from None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def published(loss_input: ForwardBackwardInput, stable_reinforce: str | None) -> ForwardBackwardInput:

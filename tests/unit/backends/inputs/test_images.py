@@ -14,7 +14,8 @@ from api_schemas.inputs import ImageChunk
 from backends.inputs.images import BadImage, decode, open_image, size_of
 from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
-from backends.trainer.step.validation import check_forward_backward, decode_batch
+from backends.trainer.step.decoding import decode_batch
+from backends.trainer.step.validation import check_forward_backward
 from tests.factories import cross_entropy, datum, image, photo, prompt, text
 
 MANY = 10**8
