@@ -1,23 +1,27 @@
-"""Fixtures shared by all tests: tiny models, made once."""
+"""Fixtures shared by all tests: tiny models, made once.
+
+The SDK, torch and what needs them is imported by the fixtures that use it: `make test-fast` needs none of it.
+"""
 
 import gc
 import itertools
 import os
+import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tinker.lib.internal_client_holder import InternalClientHolder
 
-from backends.inputs.rendering import Renderer
 from backends.processes import launcher
 from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
-from tests.models import make_tiny_text, make_tiny_vl
-from tests.servers import MODEL, RUNNING, Server
 from tinker_server.store.database import Database
+
+if TYPE_CHECKING:
+    from backends.inputs.rendering import Renderer
+    from tests.servers import Server
 
 # What vLLM finds out about a kind of model takes ten seconds: once for all servers, whose data directories differ.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
@@ -74,18 +78,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def closed_clients() -> Iterator[None]:
     """Clients that a file leaves open would send heartbeats to servers that are gone, until the interpreter ends."""
     yield
+    if (sdk := sys.modules.get("tinker.lib.internal_client_holder")) is None:
+        return
     for client in gc.get_objects():
-        if type(client) is InternalClientHolder:
+        if type(client) is sdk.InternalClientHolder:
             client.close()
 
 
 @pytest.fixture(autouse=True)
 def ended_servers() -> Iterator[None]:
     """A server that a test itself has started ends with the test, also where that fails."""
-    before = set(RUNNING)
+    before = _running_servers()
     yield
-    for server in RUNNING - before:
+    for server in _running_servers() - before:
         server.kill()
+
+
+def _running_servers() -> "set[Server]":
+    servers = sys.modules.get("tests.servers")
+    return set() if servers is None else set(servers.RUNNING)
 
 
 @pytest.fixture(params=KINDS)
@@ -122,23 +133,29 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-VL of 0.3 M parameters."""
+    from tests.models import make_tiny_vl
+
     return make_tiny_vl(tmp_path_factory.mktemp("models") / "tiny-vl")
 
 
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random text-only Qwen3."""
+    from tests.models import make_tiny_text
+
     return make_tiny_text(tmp_path_factory.mktemp("models") / "tiny-text")
 
 
 @pytest.fixture(scope="session")
-def renderer(tiny_vl: Path) -> Renderer:
+def renderer(tiny_vl: Path) -> "Renderer":
     return make_renderer(tiny_vl)
 
 
 @pytest.fixture(scope="session")
-def server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
     """The one server, and so the one vLLM engine, of a test session."""
+    from tests.servers import MODEL, Server
+
     running = Server(tmp_path_factory.mktemp("server") / "data", {MODEL: tiny_vl}).start()
     yield running
     assert running.stop() == 0, running.log.read_text()[-4000:]

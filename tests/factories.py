@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from PIL import Image, PngImagePlugin
@@ -11,8 +11,10 @@ from PIL import Image, PngImagePlugin
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
 from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
-from backends.inputs.rendering import Renderer
 from backends.protocol import EncodedBatch
+
+if TYPE_CHECKING:  # it imports torch
+    from backends.inputs.rendering import Renderer
 
 T = TypeVar("T")
 VOCAB = 300
@@ -43,7 +45,9 @@ def as_image(chunk: Chunk) -> ImageChunk:
     return chunk
 
 
-def make_renderer(source: Path) -> Renderer:
+def make_renderer(source: Path) -> "Renderer":
+    from backends.inputs.rendering import Renderer
+
     return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
 
 
@@ -100,7 +104,7 @@ MIXED: dict[str, ModelInput] = {
 """Inputs that together show what can go wrong with images."""
 
 
-def datum(model_input: ModelInput, renderer: Renderer, seed: int = 0, *, k: int | None = None) -> Datum:
+def datum(model_input: ModelInput, renderer: "Renderer", seed: int = 0, *, k: int | None = None) -> Datum:
     """Random targets and weights, some negative, some zero; `k` for soft targets."""
     length, _ = renderer.layout(model_input, "datum")
     random = np.random.default_rng(seed)
@@ -147,7 +151,7 @@ LOSS_INPUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def datum_for(loss_fn: str, model_input: ModelInput, renderer: Renderer, seed: int) -> Datum:
+def datum_for(loss_fn: str, model_input: ModelInput, renderer: "Renderer", seed: int) -> Datum:
     length, _ = renderer.layout(model_input, "datum")
     random = np.random.default_rng(seed)
     inputs = {"target_tokens": random.integers(0, 300, length)}
@@ -157,7 +161,7 @@ def datum_for(loss_fn: str, model_input: ModelInput, renderer: Renderer, seed: i
     return Datum(model_input=model_input, loss_fn_inputs=inputs)
 
 
-def batch_for(loss_fn: str, inputs: list[ModelInput], renderer: Renderer, seed: int) -> EncodedBatch:
+def batch_for(loss_fn: str, inputs: list[ModelInput], renderer: "Renderer", seed: int) -> EncodedBatch:
     return batch([datum_for(loss_fn, one, renderer, seed + i) for i, one in enumerate(inputs)], loss_fn)
 
 

@@ -5,13 +5,11 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
-import tinker
 from starlette.types import ASGIApp
-from tinker import types
 
 from api_schemas import tinker_wire_pb2 as pb
 from tests.fakes import FakeBackend
@@ -19,6 +17,10 @@ from tinker_server.__main__ import listen
 from tinker_server.app import create_app
 from tinker_server.settings import Settings
 from tinker_server.web.server import Server
+
+if TYPE_CHECKING:  # the SDK imports torch
+    import tinker
+    from tinker import types
 
 HOLD_S = 0.3
 """Time for which a server of fakes holds a poll."""
@@ -109,7 +111,9 @@ class Running:
         return model_id
 
 
-def datum(length: int = 3) -> types.Datum:
+def datum(length: int = 3) -> "types.Datum":
+    from tinker import types
+
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(range(length))),
         loss_fn_inputs={
@@ -128,7 +132,7 @@ def forward_backward_body(
     return pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[one], loss_fn=loss_fn).SerializeToString()
 
 
-def session_of(training: tinker.TrainingClient) -> str:
+def session_of(training: "tinker.TrainingClient") -> str:
     return training.model_id.partition(":train:")[0]
 
 

@@ -4,11 +4,15 @@ Runs once, in the server; needs no weights and no engine. A request that passes 
 that do not decode.
 """
 
+from typing import TYPE_CHECKING
+
 from api_schemas.inputs import ImageChunk, TensorData
 from api_schemas.sampling import SampleRequest, SamplingParams
-from backends.inputs.rendering import Renderer
 from backends.model_spec import DRAWN_TOKENS
 from backends.protocol import InvalidInput, PromptSize
+
+if TYPE_CHECKING:  # it imports torch
+    from backends.inputs.rendering import Renderer
 
 MAX_TOPK = 100
 """Largest number of likeliest, chosen or drawn tokens per position, of each."""
@@ -16,7 +20,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """The engine's own limits; it would silently raise a lower temperature to the lowest."""
 
 
-def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> PromptSize:
+def check_sample(renderer: "Renderer", request: SampleRequest, max_context_length: int, max_images: int) -> PromptSize:
     """Return the prompt's size, from its images' headers. Raises InvalidInput naming the field and what is allowed."""
     check_support(request)
     num_images = sum(isinstance(chunk, ImageChunk) for chunk in request.prompt.chunks)

@@ -15,8 +15,8 @@ from backends.configure.gpus import read_gpus
 from backends.inputs.detokenize import TokenTexts
 from backends.protocol import EncodedBatch
 from tests.factories import batch, prompt, words
-from tests.photographs import SEEING
 from tinker_server.dashboard.hints import hints
+from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.observability.metrics import Metrics
 from tinker_server.operations.recording import Recording, Timer
 from tinker_server.store.catalog import Catalog
@@ -142,7 +142,7 @@ async def test_a_runs_operations_come_with_their_times_and_errors(db: Database) 
 
 
 def test_a_character_of_several_tokens_belongs_to_its_last_one() -> None:
-    texts = TokenTexts(SEEING)
+    texts = TokenTexts(DIRECTORIES[TINY_VL])
     tokenizer = texts._tokenizer
     assert tokenizer is not None
     text = "A ketch ⛵ sails, 水の上."
