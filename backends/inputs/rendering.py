@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,6 +30,14 @@ from backends.protocol import InvalidInput
 _PREFETCH_BYTES = 1 << 28
 MAX_LARGEST_IMAGES = 10
 """All images of one request may have as many pixels as this many of the largest size. Decoding 50 million takes 3 s."""
+
+
+class Layout(NamedTuple):
+    """Positions of an input's tokens, known from its chunks and the headers of its images."""
+
+    num_tokens: int
+    spans: list[ImageSpan]
+    """Spans of the images, in the order of their chunks."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +76,13 @@ class Renderer:
         """Images still referenced: one image of several inputs is decoded once."""
         self._prefetcher: Prefetcher[RenderedImage] = Prefetcher(_PREFETCH_BYTES)
 
-    def layout(self, model_input: ModelInput, where: str) -> tuple[int, list[ImageSpan]]:
-        """Return length in tokens and image spans, from the chunks and the images' headers alone.
+    def layout(self, model_input: ModelInput, where: str) -> Layout:
+        """Return the positions of an input; of its images only the headers are read.
 
         `where` begins the message of every InvalidInput, e.g. "datum 3".
         """
-        length, spans = 0, []
+        length = 0
+        spans: list[ImageSpan] = []
         for index, chunk in enumerate(model_input.chunks):
             at = f"{where}, chunk {index}"
             if isinstance(chunk, EncodedTextChunk):
@@ -89,13 +99,7 @@ class Renderer:
                     + (" or image chunks with the file's bytes" if self.takes_images else " chunks")
                 )
         self.check_pixels(sum(span.num_pixels for span in spans), where)
-        return length, spans
-
-    def image_spans(self, model_input: ModelInput) -> Iterator[tuple[str, ImageSpan]]:
-        """Yield the hash and the span of every image of an input that has passed `layout`."""
-        chunks = [chunk for chunk in model_input.chunks if isinstance(chunk, ImageChunk)]
-        _, spans = self.layout(model_input, "input") if chunks else (0, [])
-        yield from zip(map(_key, chunks), spans, strict=True)
+        return Layout(length, spans)
 
     def check_pixels(self, num_pixels: int, where: str) -> None:
         """Raise InvalidInput if one request has so many pixels in all that decoding them would delay others."""
@@ -113,13 +117,20 @@ class Renderer:
                 size_bytes += vision.size_bytes(vision.grid(*size_of(image)))
         return size_bytes
 
-    def render(self, model_input: ModelInput, where: str, known: Container[str] = frozenset()) -> Rendered:
-        """Render token ids and pixels; images whose hash is `known` are not decoded.
+    def render(
+        self,
+        model_input: ModelInput,
+        where: str,
+        known: Container[str] = frozenset(),
+        layout: Layout | None = None,
+    ) -> Rendered:
+        """Render token ids and pixels; images whose hash is `known` are not decoded. `layout`: the input's, if it is
+        known.
 
         Raises InvalidInput as `layout`, and for images that do not decode.
         """
-        length, spans = self.layout(model_input, where)
-        token_ids_T = np.empty(length, dtype=np.int64)
+        num_tokens, spans = layout or self.layout(model_input, where)
+        token_ids_T = np.empty(num_tokens, dtype=np.int64)
         images: list[RenderedImage] = []
         offset, remaining = 0, iter(spans)
         for index, chunk in enumerate(model_input.chunks):
@@ -136,20 +147,17 @@ class Renderer:
             offset = end
         return Rendered(token_ids_T, spans, images)
 
-    def prefetch(self, inputs: Iterable[ModelInput], known: Container[str] = frozenset()) -> None:
+    def prefetch(self, inputs: Iterable[tuple[ModelInput, Layout]], known: Container[str] = frozenset()) -> None:
         """Start to decode the images of inputs that will be rendered soon, on threads, as many as the memory for it
-        allows; none whose hash is `known`. Errors of an input are raised when it is rendered."""
+        allows; none whose hash is `known`. Errors of an image are raised when its input is rendered."""
         vision = self.family.vision
         if vision is None:
             return
         with self._prefetcher.paused():  # or the first threads would compete with this loop
-            for chunk in (chunk for one in inputs for chunk in one.chunks if isinstance(chunk, ImageChunk)):
-                key = _key(chunk)
-                if key in known or key in self._in_use or self._cache.get(key) is not None:
-                    continue
-                with suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
-                    size_bytes = vision.size_bytes(vision.grid(*size_of(image)))
-                    self._prefetcher.start(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
+            for key, data, span in (image for one in inputs for image in images_of(*one)):
+                if key not in known and key not in self._in_use and self._cache.get(key) is None:
+                    work = partial(self._decoded, vision, key, data)
+                    self._prefetcher.start(key, vision.size_bytes(span.grid), work)
 
     def prefetch_paused(self) -> AbstractContextManager[None]:
         """Pause prefetching, except images already being decoded, while kernels are launched."""
@@ -216,6 +224,13 @@ class Renderer:
         if self._pixel_dtype != torch.uint8:
             tensor = vision.normalised(tensor, self._pixel_dtype)
         return tensor.pin_memory() if self._pins_pixels else tensor
+
+
+def images_of(model_input: ModelInput, layout: Layout) -> Iterator[tuple[str, bytes, ImageSpan]]:
+    """Yield the hash, the file and the span of each image of an input."""
+    chunks = [chunk for chunk in model_input.chunks if isinstance(chunk, ImageChunk)]
+    for chunk, span in zip(chunks, layout.spans, strict=True):
+        yield _key(chunk), chunk.data, span
 
 
 def _key(chunk: ImageChunk) -> str:

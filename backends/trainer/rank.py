@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
+from api_schemas.training import AdamParams, OptimStepResponse, Trainable
 from backends.model_spec import ModelSpec
 from backends.processes.heap import free_main_bytes
 from backends.processes.progress import Progress
@@ -22,7 +22,7 @@ from backends.trainer.base_model import BaseModel
 from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
 from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
 from backends.trainer.model.recompute import GIB
-from backends.trainer.step.batch_request import BatchRequest, choose_microbatches, lengths, plan_batch
+from backends.trainer.step.batch_request import BatchRequest, CheckedBatch, choose_microbatches, plan_batch
 from backends.trainer.step.decoding import decode_batch
 from backends.trainer.step.packed_microbatch import MicrobatchRunner
 from backends.trainer.step.validation import check_forward_backward, published
@@ -218,21 +218,19 @@ class TrainerRank:
         }
         known = [one for one in new if one.number not in failures]
         self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
-        inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
+        batches, errors = agreed_each({one.number: partial(self._check, one.batch) for one in known}, self._world)
         for one in known:
             model = self.models[one.model_id]
             self._note_use(model)
             try:
                 if one.number in errors:
                     raise errors[one.number]
-                asked, loss_input = inputs[one.number]
+                batch = batches[one.number]
                 fitting = self._reserve_and_count(model) if one.backward else _UNLIMITED
-                if fitting < max(lengths(loss_input), default=0):
+                if fitting < max(batch.lengths):
                     fitting = self._reserve_and_count(model, alone=True)
-                plan = plan_batch(loss_input, self._world.num_microbatches, self._max_tokens, fitting)
-                self._requests[one.number] = BatchRequest(one, model, loss_input, plan)
-                if asked != loss_input.loss_fn:
-                    self._requests[one.number].note = f"{asked}_as_{loss_input.loss_fn}:max"
+                plan = plan_batch(batch.lengths, self._world.num_microbatches, self._max_tokens, fitting)
+                self._requests[one.number] = BatchRequest(one, model, batch, plan)
             except (InvalidInput, BackendFailed) as error:
                 failures[one.number] = error.with_traceback(None)  # which holds this frame
                 if one.backward:
@@ -255,12 +253,13 @@ class TrainerRank:
             if one is not None and one.backward:
                 one.model.gradient = "incomplete"
 
-    def _checked(self, batch: EncodedBatch) -> tuple[str, ForwardBackwardInput]:
-        """Return the loss that was asked for, and the input to compute."""
+    def _check(self, batch: EncodedBatch) -> CheckedBatch:
+        """Decode and check a batch. Raises InvalidInput."""
         sent = decode_batch(batch)
         loss_input = published(sent, self._config.stable_reinforce)
-        check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
-        return sent.loss_fn, loss_input
+        layouts = check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
+        replaced = sent.loss_fn != loss_input.loss_fn
+        return CheckedBatch(loss_input, layouts, f"{sent.loss_fn}_as_{loss_input.loss_fn}:max" if replaced else None)
 
     def mark_incomplete(self, model_id: str) -> None:
         """Mark the gradient as incomplete: a forward_backward of this model will never run."""

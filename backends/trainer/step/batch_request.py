@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from api_schemas.inputs import Datum, ImageChunk
+from api_schemas.inputs import Datum, ModelInput
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
+from backends.inputs.rendering import Layout
 from backends.protocol import InvalidInput
 from backends.trainer.commands import NewRequest
 from backends.trainer.model.packing import plan_steps
@@ -33,23 +34,37 @@ class Share:
     """By datum, the number of its tokens whose experts the sampler chose."""
 
 
+@dataclass(frozen=True)
+class CheckedBatch:
+    """A batch that has passed `check_forward_backward`."""
+
+    loss_input: ForwardBackwardInput
+    layouts: Sequence[Layout]
+    """By datum."""
+    note: str | None = None
+    """A metric of value 1 that the answer carries besides the loss's own."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each datum."""
+        return [layout.num_tokens for layout in self.layouts]
+
+
 class BatchRequest:
     """One batch through one model, on one rank."""
 
     def __init__(
-        self,
-        new: NewRequest,
-        model: TrainedModel,
-        loss_input: ForwardBackwardInput,
-        plan: Sequence[Sequence[Sequence[int]]],
+        self, new: NewRequest, model: TrainedModel, batch: CheckedBatch, plan: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """`loss_input` has passed `check_forward_backward`; `plan` is what `plan_batch` made of it."""
+        """`plan` is what `plan_batch` made of the batch."""
+        loss_input = batch.loss_input
         self.number = new.number
         """Names the request on all ranks."""
         self.owner, self.model_id = new.owner, new.model_id
         self.model = model
         self.data = loss_input.data
-        self.lengths = lengths(loss_input)
+        self.layouts = batch.layouts
+        self.lengths = batch.lengths
         self.loss = LOSSES[loss_input.loss_fn]
         self.config = loss_config(self.loss, loss_input)
         self.backward = new.backward
@@ -57,8 +72,7 @@ class BatchRequest:
         """True if no other request may share its microbatches: with several targets per token, all tokens of the
         microbatch would be computed for as many."""
         self.share = Share()
-        self.note: str | None = None
-        """A metric of value 1 that the answer carries besides the loss's own."""
+        self._note = batch.note
         self._plan = plan
         self._left = {index for step in plan for part in step for index in part}
 
@@ -92,7 +106,11 @@ class BatchRequest:
 
     def num_images(self, indices: Sequence[int]) -> int:
         """Count the images of some datums."""
-        return sum(isinstance(chunk, ImageChunk) for index in indices for chunk in self.data[index].model_input.chunks)
+        return sum(len(self.layouts[index].spans) for index in indices)
+
+    def inputs(self, indices: Sequence[int]) -> list[tuple[ModelInput, Layout]]:
+        """Return the inputs of some datums, with their layouts."""
+        return [(self.data[index].model_input, self.layouts[index]) for index in indices]
 
     def computed(self, indices: Sequence[int]) -> None:
         """Mark these datums as computed."""
@@ -114,7 +132,7 @@ class BatchRequest:
             loss_fn_outputs=[{"logprobs": logprobs[index]} for index in range(len(self.data))],
             metrics=metrics((values for share in shares for values in share.observed), self.loss)
             | self._replayed(shares)
-            | ({self.note: 1.0} if self.note else {}),
+            | ({self._note: 1.0} if self._note else {}),
         )
 
     def _replayed(self, shares: Sequence[Share]) -> dict[str, float]:
@@ -127,16 +145,13 @@ Members = dict[BatchRequest, list[int]]
 """The datums of each request in a packed microbatch."""
 
 
-def plan_batch(
-    loss_input: ForwardBackwardInput, side_by_side: int, max_tokens: int, longest: int
-) -> list[list[list[int]]]:
+def plan_batch(lengths: Sequence[int], side_by_side: int, max_tokens: int, longest: int) -> list[list[list[int]]]:
     """Run `plan_steps` with microbatches of `max_tokens`. Raises InvalidInput for a datum of more than `longest`
     tokens."""
-    of_datums = lengths(loss_input)
-    for index, length in enumerate(of_datums):
+    for index, length in enumerate(lengths):
         if length > longest:
             raise InvalidInput(f"datum {index}: {length} tokens, but the GPU's memory is enough for {longest}")
-    return plan_steps(of_datums, side_by_side, min(max_tokens, longest))
+    return plan_steps(lengths, side_by_side, min(max_tokens, longest))
 
 
 def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max_tokens: int) -> list[Members]:
@@ -159,11 +174,6 @@ def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max
 def _ranks_fit(members: Members, other: BatchRequest) -> bool:
     summed: int = sum(one.model.config.rank for one in {**members, other: []})
     return summed <= MAX_SUMMED_RANK
-
-
-def lengths(loss_input: ForwardBackwardInput) -> list[int]:
-    """Return the tokens of each datum: an input is as long as its targets, as `check_forward_backward` ensures."""
-    return [len(targets(datum)) for datum in loss_input.data]
 
 
 def targets(datum: Datum) -> np.ndarray:

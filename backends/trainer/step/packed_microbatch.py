@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from backends.inputs.rendering import Rendered
+from backends.inputs.rendering import Rendered, images_of
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.base_model import BaseModel
 from backends.trainer.distributed import World, agreed, agreed_each, largest, microbatch_s, to_broadcast
@@ -106,7 +106,7 @@ class MicrobatchRunner:
         def render(one: BatchRequest, indices: list[int]) -> list[Rendered]:
             rendered, known = [], self._known(one, elsewhere)
             for i in indices:
-                rendered.append(renderer.render(one.data[i].model_input, f"datum {i}", known))
+                rendered.append(renderer.render(one.data[i].model_input, f"datum {i}", known, one.layouts[i]))
                 if vision is not None and begins and not one.model.config.train_vision:
                     with renderer.prefetch_paused():
                         vision.begin([image for image in rendered[-1].images if image.hash not in elsewhere], device)
@@ -122,7 +122,7 @@ class MicrobatchRunner:
         tokens = slice_of(sum(lengths) + num_padding(lengths, self._base.weights.token_multiple), self._world.context)
         here, all_images, begin = set[str](), set[str](), 0
         for one, index in _datums(members):
-            for name, span in self._base.renderer.image_spans(one.data[index].model_input):
+            for name, _, span in images_of(one.data[index].model_input, one.layouts[index]):
                 first = begin + span.offset
                 all_images.add(name)
                 if first < tokens.stop and tokens.start < first + span.num_tokens:
@@ -132,8 +132,7 @@ class MicrobatchRunner:
 
     def _prefetch(self, members: Members, elsewhere: Container[str]) -> None:
         for one, indices in members.items():
-            inputs = [one.data[index].model_input for index in indices]
-            self._base.renderer.prefetch(inputs, self._known(one, elsewhere))
+            self._base.renderer.prefetch(one.inputs(indices), self._known(one, elsewhere))
 
     def _known(self, one: BatchRequest, elsewhere: Container[str]) -> Container[str]:
         """Return the hashes of images whose pixels are not needed: of those `elsewhere`, and of those that the tower

@@ -11,7 +11,7 @@ import numpy as np
 
 from api_schemas.inputs import MAX_COLUMNS
 from api_schemas.training import ForwardBackwardInput
-from backends.inputs.rendering import Renderer
+from backends.inputs.rendering import Layout, Renderer
 from backends.processes.rpc import MAX_ANSWER_BYTES
 from backends.protocol import InvalidInput
 from backends.trainer.step.losses import CLIP_HIGH, CLIP_LOW, LOSSES, Loss
@@ -29,8 +29,10 @@ def published(loss_input: ForwardBackwardInput, stable_reinforce: str | None) ->
     return loss_input.model_copy(update={"loss_fn": stable_reinforce})
 
 
-def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput, max_context_length: int) -> None:
-    """Raise InvalidInput that names the datum, the field and what is allowed."""
+def check_forward_backward(
+    renderer: Renderer, loss_input: ForwardBackwardInput, max_context_length: int
+) -> list[Layout]:
+    """Return the layout of each datum. Raises InvalidInput that names the datum, the field and what is allowed."""
     loss = LOSSES.get(loss_input.loss_fn)
     if loss is None:
         hint = "; its formula is not published: the operator may choose one by the setting backend.stable_reinforce"
@@ -41,10 +43,12 @@ def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput,
     config = loss_config(loss, loss_input)
     if not loss_input.data:
         raise InvalidInput("data is empty: send at least one datum")
+    layouts: list[Layout] = []
     num_pixels = num_cells = 0
     for index, datum in enumerate(loss_input.data):
         where = f"datum {index}"
-        length, spans = renderer.layout(datum.model_input, where)
+        layouts.append(renderer.layout(datum.model_input, where))
+        length, spans = layouts[-1]
         num_pixels += sum(span.num_pixels for span in spans)
         renderer.check_pixels(num_pixels, f"datums 0 to {index}")
         if length == 0:
@@ -60,6 +64,7 @@ def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput,
             raise InvalidInput(
                 f"datums 0 to {index} have {num_cells} target tokens; {MAX_ANSWER_BYTES // 8} can be answered at once"
             )
+    return layouts
 
 
 def loss_config(loss: Loss, loss_input: ForwardBackwardInput) -> dict[str, float]:

@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from api_schemas.sampling import SampleRequest, SamplingParams
-from backends.inputs.rendering import Renderer
+from backends.inputs.rendering import Renderer, images_of
 from backends.protocol import InvalidInput
 from backends.sampler.checks import check_sample
 from tests.factories import image, make_renderer, photo, prompt, text, twins, words
@@ -190,10 +190,11 @@ def test_photographs_whose_files_begin_alike_are_two_images(tiny_vl, files, pref
     wanted = [processor(Image.open(io.BytesIO(one.data)), return_tensors="pt")["pixel_values"] for one in chunks]
     both = prompt(words(2), chunks[0], words(1), chunks[1])
     if prefetches:
-        renderer.prefetch([both])
+        renderer.prefetch([(both, renderer.layout(both, "prompt"))])
     first, second = renderer.render(both, "prompt").images
     assert torch.equal(first.tensors["pixel_values"], wanted[0])
     assert torch.equal(second.tensors["pixel_values"], wanted[1])
-    assert [key for key, _ in renderer.image_spans(both)] == [first.hash, second.hash]
+    hashes = [name for name, _, _ in images_of(both, renderer.layout(both, "prompt"))]
+    assert hashes == [first.hash, second.hash]
     (other,) = renderer.render(prompt(chunks[1]), "prompt", known={first.hash}).images
     assert torch.equal(other.tensors["pixel_values"], wanted[1])

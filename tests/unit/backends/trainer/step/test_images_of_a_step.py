@@ -1,0 +1,38 @@
+"""What a rank does with the image files of a batch."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from backends.inputs import images, rendering
+from backends.inputs.rendering import Renderer
+from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
+from tests.trainers import LORA, forward_backward, trained, trainer
+
+
+@pytest.mark.parametrize("max_tokens", [1024, 100])
+def test_a_file_is_opened_for_its_header_and_once_to_be_decoded(
+    tiny_vl: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """Also if it is prefetched, and if several datums have it."""
+    rank = trained(trainer(tiny_vl, max_tokens), {"m": LORA})
+    inputs = [*MIXED.values(), prompt(words(3), image(96, 64, 1))]
+    batch = cross_entropy([datum(one, renderer, seed) for seed, one in enumerate(inputs)])
+    opened = Counter[bytes]()
+    open_image = images.open_image
+
+    def noted(data: bytes, max_pixels: int) -> Image.Image:
+        opened[data] += 1
+        return open_image(data, max_pixels)
+
+    for module in (images, rendering):
+        monkeypatch.setattr(module, "open_image", noted)
+    forward_backward(rank, "m", batch)
+    twice = image(96, 64, 1).data
+    assert len(opened) == 6 and opened.pop(twice) == 3, "two headers of two datums, and one decoding"
+    assert set(opened.values()) == {2}
+    opened.clear()
+    forward_backward(rank, "m", batch)
+    assert sum(opened.values()) == 7, "the tower has seen all images: headers alone are read"
