@@ -99,37 +99,66 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    """Decode a ForwardBackwardRequest. Raises MalformedBody, naming datum and field, if bytes and sizes disagree."""
+    """Decode and check a ForwardBackwardRequest. Raises MalformedBody, naming datum and field, if bytes and sizes
+    disagree, or a bound is exceeded."""
     _require_few_parts(body)
+    message = _parse(body)
+    _require_bounds(message)
+    return ForwardBackwardRequest(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        forward_only=message.forward_only,
+        forward_backward_input=_input(message),
+    )
+
+
+def decode_checked(body: bytes) -> ForwardBackwardInput:
+    """Decode the input in a body that `decode_forward_backward` has accepted, without checking its bounds again. Raises
+    MalformedBody if bytes and sizes disagree."""
+    return _input(_parse(body))
+
+
+def _parse(body: bytes) -> pb.ForwardBackwardRequest:
     message = pb.ForwardBackwardRequest()
     try:
         _merge(message, body)
     except DecodeError:
         raise _not_protobuf() from None
+    return message
+
+
+def _require_bounds(message: pb.ForwardBackwardRequest) -> None:
+    """Bound the cells of sparse tensors together, and each text. Raises MalformedBody."""
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
     sparse = (tensor.shape for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr")
     try:
         require_few_cells(sum(sparse_cells(list(shape[:3])) for shape in sparse))
     except ValueError as error:
         raise MalformedBody(str(error)) from None
-    config: dict[str, float | str] = {
-        key: value.text if value.WhichOneof("value") == "text" else value.number
-        for key, value in message.loss_fn_config_v2.items()
-    } or dict(message.loss_fn_config)
+    config = _config(message)
     texts = [("loss_fn_config", one) for key, value in config.items() for one in (key, value) if isinstance(one, str)]
     for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn), *texts):
         if (problem := too_long(text) or unstorable(text)) is not None:
             raise MalformedBody(f"{name}: {problem}")
-    return ForwardBackwardRequest(
-        model_id=message.model_id,
-        seq_id=message.seq_id,
-        forward_only=message.forward_only,
-        forward_backward_input=ForwardBackwardInput.model_construct(
-            data=[_datum(index, datum) for index, datum in enumerate(message.data)],
-            loss_fn=message.loss_fn,
-            loss_fn_config=config or None,
-        ),
+    for index, datum in enumerate(message.data):
+        for name in datum.loss_fn_inputs:
+            if (problem := too_long(name)) is not None:
+                raise MalformedBody(f"datum {index}: a name in loss_fn_inputs {problem}")
+
+
+def _input(message: pb.ForwardBackwardRequest) -> ForwardBackwardInput:
+    return ForwardBackwardInput.model_construct(
+        data=[_datum(index, datum) for index, datum in enumerate(message.data)],
+        loss_fn=message.loss_fn,
+        loss_fn_config=_config(message) or None,
     )
+
+
+def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    return {
+        key: value.text if value.WhichOneof("value") == "text" else value.number
+        for key, value in message.loss_fn_config_v2.items()
+    } or dict(message.loss_fn_config)
 
 
 def _merge(message: Message, body: bytes | memoryview) -> None:
@@ -309,9 +338,6 @@ def _not_protobuf() -> MalformedBody:
 
 
 def _datum(index: int, message: pb.Datum) -> Datum:
-    for name in message.loss_fn_inputs:
-        if (problem := too_long(name)) is not None:
-            raise MalformedBody(f"datum {index}: a name in loss_fn_inputs {problem}")
     try:
         return Datum.model_construct(
             model_input=ModelInput.model_construct(chunks=[_chunk(chunk) for chunk in message.model_input]),
@@ -331,9 +357,11 @@ def _chunk(message: pb.Chunk) -> EncodedTextChunk | ImageChunk | DmelChunk:
             image = message.image
             if image.HasField("override_dimensions"):
                 raise ValueError("image: override_dimensions is not supported; send the image at its own size")
+            if image.format not in ("png", "jpeg"):
+                raise ValueError("image: format must be png or jpeg")
             expected = image.expected_tokens if image.HasField("expected_tokens") else None
-            return ImageChunk.model_validate(
-                {"type": "image", "data": image.data, "format": image.format, "expected_tokens": expected}
+            return ImageChunk.model_construct(
+                type="image", data=image.data, format=image.format, expected_tokens=expected
             )
         case "dmel":
             return DmelChunk.model_construct(type="dmel", dmel=message.dmel.dmel)

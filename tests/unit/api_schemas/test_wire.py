@@ -10,6 +10,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
+from api_schemas.base import MAX_TEXT
 from api_schemas.inputs import TensorData
 from api_schemas.sampling import SampleRequest
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest
@@ -51,6 +52,30 @@ def test_a_request_decodes_to_what_was_sent():
     assert (as_image(image).data, as_image(image).expected_tokens) == (photo(40, 40), 4)
     assert work.data[0].loss_fn_inputs["weights"].tolist() == [1.0] * 6
     assert work.data[0].loss_fn_inputs["target_tokens"].tolist() == [[0, 7], [0, 0], [8, 0]]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_body_that_was_accepted_decodes_to_the_same_input_without_its_bounds(forward_only: bool) -> None:
+    message = encoded(forward_only=forward_only)
+    message.loss_fn_config["beta"] = 0.5
+    for body in (message.SerializeToString(), large().SerializeToString()):
+        wanted = wire.decode_forward_backward(body).forward_backward_input
+        found = wire.decode_checked(body)
+        assert type(found) is type(wanted) and found.model_dump_json() == wanted.model_dump_json()
+    message.loss_fn = "x" * (MAX_TEXT + 1)
+    message.data[0].loss_fn_inputs["y" * (MAX_TEXT + 1)].CopyFrom(message.data[0].loss_fn_inputs["weights"])
+    with pytest.raises(wire.MalformedBody):
+        wire.decode_forward_backward(message.SerializeToString())
+    found = wire.decode_checked(message.SerializeToString())
+    assert len(found.loss_fn) > MAX_TEXT and len(found.data[0].loss_fn_inputs) == 3
+
+
+@pytest.mark.parametrize("format", ["gif", "", "PNG"])
+def test_an_image_of_another_format_is_refused_by_its_datum(format: str) -> None:
+    chunk = pb.Chunk(image=pb.ImageChunk(data=photo(8, 8), format=format))
+    message = pb.ForwardBackwardRequest(model_id="m", data=[pb.Datum(), pb.Datum(model_input=[chunk])])
+    with pytest.raises(wire.MalformedBody, match="datum 1: image: format must be png or jpeg"):
+        wire.decode_forward_backward(message.SerializeToString())
 
 
 @pytest.mark.parametrize("expected", [None, 0, 4])
