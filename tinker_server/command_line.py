@@ -1,6 +1,7 @@
 """Parser of the command line: settings to serve with, commands for operators, and changes of the API keys."""
 
 import argparse
+import math
 import os
 import re
 import socket
@@ -21,6 +22,9 @@ from tinker_server.settings import Settings
 from tinker_server.settings_sources import described, from_environment, from_file, merged
 
 DAY_S, MAX_DAYS = 24 * 3600, 36_500
+MIN_GIB = 0.001
+_OPTIONS = {"max_context_length": "--max-context", "kv_cache_bytes": "--kv-cache"}
+"""Options that are not named as their settings."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -134,7 +138,7 @@ def _add_joining(commands: Commands) -> None:
     join_help = "let a server on another machine use this one, until it is interrupted or asked to leave"
     joining = commands.add_parser("join", parents=[common], help=join_help)
     model_help = "a model of the server, with its directory or hub id here, else fetched from there; may be repeated"
-    joining.add_argument("--model", action="append", default=[], metavar="NAME[=SOURCE]", help=model_help)
+    joining.add_argument("--model", action="append", required=True, metavar="NAME[=SOURCE]", help=model_help)
     data_help = "directory for fetched models, weights in use, compiled kernels and the engines' log (tinker-node)"
     joining.add_argument("--data-dir", type=Path, default=Path("tinker-node"), help=data_help)
     commands.add_parser("leave", parents=[common], help="have a machine leave the cluster")
@@ -162,11 +166,17 @@ def _add_administration(commands: Commands, remote: argparse.ArgumentParser) -> 
 def _add_sizes(models: argparse.ArgumentParser) -> None:
     """Add the options from which memory is planned."""
     context_help = "longest sequence in tokens (the model's own, at most 32768, 8192 on CPU)"
-    models.add_argument("--max-context", dest="max_context_length", type=int, help=context_help)
+    models.add_argument(option_of("max_context_length"), dest="max_context_length", type=int, help=context_help)
     models.add_argument("--max-lora-rank", type=int, help="largest LoRA rank (128, or what fits)")
     models.add_argument("--models-at-once", type=int, help="LoRA models that train at the same time (what fits, to 8)")
     cache_help = "KV cache of each engine in GiB (what is left over)"
-    models.add_argument("--kv-cache", dest="kv_cache_bytes", type=_gib, metavar="GIB", help=cache_help)
+    cache = option_of("kv_cache_bytes")
+    models.add_argument(cache, dest="kv_cache_bytes", type=_gib, metavar="GIB", help=cache_help)
+
+
+def option_of(name: str) -> str:
+    """Return the option for the setting with this name, without its table."""
+    return _OPTIONS.get(name, f"--{name.replace('_', '-')}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -174,7 +184,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _gib(text: str) -> int:
-    return int(float(text) * 2**30)
+    """Return a size in bytes. Raises ValueError."""
+    gib = float(text)
+    if not MIN_GIB <= gib < math.inf:
+        raise ValueError(text)
+    return int(gib * 2**30)
 
 
 def _days(text: str) -> float:
@@ -186,7 +200,7 @@ def _days(text: str) -> float:
 
 
 # argparse shows these in its errors
-_numbers.__name__, _gib.__name__ = "list of numbers", "number of GiB"
+_numbers.__name__, _gib.__name__ = "list of numbers", f"number of GiB, at least {MIN_GIB}"
 _days.__name__ = f"number of days, more than 0 and at most {MAX_DAYS}"
 
 
@@ -222,11 +236,22 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     backend |= {name: given[name] for name in BackendConfig.model_fields if name in given}
     if "model" in given:  # the command serves models, or plans for them
         named = backend.get("models", {}) | dict(map(split_model, given["model"]))
-        backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}
+        if not named and arguments.command == "serve":
+            raise StartFailed(
+                f"no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID, or --model {TINY_VL} for the small"
+                " one that comes with the server"
+            )
+        backend["models"] = checked_models(named)
+
+    def written(name: str) -> str:
+        """Return the option that set it, or the name in the settings file; the environment has been checked."""
+        last = name.rpartition(".")[2]
+        return option_of(last) if last in given else f"{given['config']}: {name}"
+
     try:
         return Settings(**settings, backend=backend)
     except ValidationError as error:
-        raise StartFailed(described(error)) from None
+        raise StartFailed(described(error, written)) from None
 
 
 def split_model(text: str) -> tuple[str, str]:
@@ -240,12 +265,7 @@ def split_model(text: str) -> tuple[str, str]:
 
 
 def checked_models(models: dict[str, str]) -> dict[str, str]:
-    """Map each name to an absolute directory or hub id. Raises StartFailed if it is neither, or no model is given."""
-    if not models:
-        raise StartFailed(
-            f"no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID, or --model {TINY_VL} for the small one"
-            " that comes with the server"
-        )
+    """Map each name to an absolute directory or hub id. Raises StartFailed if it is neither."""
     checked = {}
     for name, source in models.items():
         directory = Path(source).expanduser()

@@ -6,7 +6,7 @@
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def from_environment() -> dict[str, Any]:
     try:
         return merged(by_ray, Settings().model_dump(exclude_unset=True))
     except ValidationError as error:
-        raise StartFailed(described(error)) from None
+        raise StartFailed(described(error, lambda name: f"environment variable {variable_of(name)}")) from None
     except SettingsError as error:  # a list or a table that is not JSON
         raise StartFailed(f"the environment: {error}; write a list as JSON, such as '[\"a.example\"]'") from None
 
@@ -87,11 +87,13 @@ def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]
     return both
 
 
-def described(error: ValidationError) -> str:
-    """Return one line about the first wrong setting."""
+def described(error: ValidationError, written: Callable[[str], str]) -> str:
+    """Return one line about the first wrong setting. `written` returns what its author calls the setting."""
     problem = error.errors()[0]
-    name = ".".join(map(str, problem["loc"]))
-    return f"setting {name}: {problem['msg']}; it is {repr(problem['input'])[:_SHOWN_CHARS]}"
+    parts = [str(part) for part in problem["loc"]]
+    name = next(found for num in (1, 2) if (found := ".".join(parts[:num])) in setting_names())
+    inside = "".join(f"[{part}]" for part in parts[1 + name.count(".") :])
+    return f"{written(name)}{inside}: {problem['msg']}; it is {repr(problem['input'])[:_SHOWN_CHARS]}"
 
 
 def _leaves(table: Mapping[str, object], tables: set[str], before: str = "") -> Iterator[str]:

@@ -5,44 +5,53 @@ from backends.config import BackendConfig
 from backends.protocol import BackendFailed
 
 
+class Contradiction(BackendFailed):
+    """Settings contradict each other or the machine, so that no smaller size is enough."""
+
+
 def set_ranks(config: BackendConfig) -> int | None:
     """Return the ranks of a trainer that the settings ask for; None: they leave them open."""
     return config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else None)
 
 
 def require_gpus(config: BackendConfig, num_gpus: int) -> None:
-    """Raise BackendFailed if settings name more GPUs than there are."""
+    """Raise Contradiction if there is no GPU, or settings name more than there are."""
+    if num_gpus == 0:
+        raise Contradiction(
+            "--device cuda (setting backend.device): torch sees no GPU; give --device cpu, or on a machine with a GPU"
+            " install the extra gpu"
+        )
     for name, gpus in (("trainer_gpus", config.trainer_gpus), ("sampler_gpus", config.sampler_gpus)):
         if gpus and (len(set(gpus)) < len(gpus) or not set(gpus) <= set(range(num_gpus))):
-            raise BackendFailed(
+            raise Contradiction(
                 f"{','.join(map(str, gpus))} (setting backend.{name}): give different numbers from 0 to {num_gpus - 1};"
                 f" torch sees {num_gpus} GPUs"
             )
     trainer_gpus = len(config.trainer_gpus) if config.trainer_gpus else num_gpus
     ranks = set_ranks(config) or config.context_parallel
-    if trainer_gpus < ranks or num_gpus == 0:
-        raise BackendFailed(
+    if trainer_gpus < ranks:
+        raise Contradiction(
             f"{ranks} ranks on CUDA need as many GPUs; torch sees {num_gpus}, trainers may use {trainer_gpus}"
         )
     if config.trainer_gpus and ranks != trainer_gpus:
-        raise BackendFailed(
+        raise Contradiction(
             f"{ranks} ranks (setting backend.ranks) on the {trainer_gpus} GPUs of backend.trainer_gpus: give only one"
             " of them, or equal numbers"
         )
     engines, size = config.engines or 1, config.tensor_parallel or 1
     sampler_gpus = len(config.sampler_gpus) if config.sampler_gpus else num_gpus
     if engines * size > sampler_gpus:
-        raise BackendFailed(
+        raise Contradiction(
             f"{engines} engines (setting backend.engines) of {size} ranks (setting backend.tensor_parallel) need"
             f" {engines * size} GPUs; torch sees {num_gpus}, engines may use {sampler_gpus}"
         )
 
 
 def require_slices(config: BackendConfig) -> None:
-    """Raise BackendFailed if ranks cannot be divided into those that compute a microbatch together."""
+    """Raise Contradiction if ranks cannot be divided into those that compute a microbatch together."""
     ranks = set_ranks(config) or config.context_parallel
     if ranks % config.context_parallel:
-        raise BackendFailed(
+        raise Contradiction(
             f"{ranks} ranks (setting backend.ranks, or one for each of backend.trainer_gpus) cannot be divided into"
             f" groups of {config.context_parallel} (setting backend.context_parallel): give a multiple of it"
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from backends.config import BackendConfig
+from backends.configure.asked_gpus import Contradiction
 from backends.configure.gpus import CARDS_GIB, cards
 from backends.configure.memory_plan import GIB, Machine, MemoryPlan
 from backends.configure.model_size import ModelSize
@@ -28,9 +29,12 @@ class Suggestion:
 
 
 def plan_or_suggest(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:
-    """Return the plan. Raises BackendFailed with every figure and the nearest that fits, each as the flag to give."""
+    """Return the plan. Raises BackendFailed with every figure and the nearest that fits, each as the flag to give;
+    Contradiction as it is, which no other size mends."""
     try:
         return make_plan(sizes, config, machine, device)
+    except Contradiction:
+        raise
     except BackendFailed as error:
         found = suggestions(sizes, config, machine, device)
         flags = " or ".join(one.flag for one in found) or "nothing nearer than a smaller model"

@@ -10,6 +10,7 @@ is divided evenly among its models: a trainer takes at most half of it, for micr
 the KV cache the rest.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,6 +21,7 @@ import torch
 from backends.config import BackendConfig, MemoryPart
 from backends.configure.asked_gpus import require_gpus, require_slices, set_ranks
 from backends.configure.memory_plan import (
+    GIB,
     Demand,
     Layout,
     Machine,
@@ -214,9 +216,11 @@ class _Search:
         for size in self._sizes:
             context, ranks = plan.demands[size.name].context, len(plan.layouts[size.name].engines[0])
             if asked < (least := size.context_bytes(context + _MORE_TOKENS, ranks)):
+                least_gib = math.ceil(least / GIB * 1000) / 1000
                 return (
-                    f"{size.name}: a KV cache of {asked} bytes (setting backend.kv_cache_bytes) is less than the"
-                    f" {least} that a context of {context} tokens takes: set it to that, or set a shorter context"
+                    f"{size.name}: a KV cache of {asked / GIB:.4g} GiB (--kv-cache, setting backend.kv_cache_bytes) is"
+                    f" less than what a context of {context} tokens takes: set it to {least_gib:.3f} GiB ({least}"
+                    " bytes), or set a shorter context"
                 )
         return None
 

@@ -24,5 +24,5 @@ async def belong(arguments: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     fetched = {one: None for one in arguments.model if "=" not in one and one not in DIRECTORIES}
     given = dict(split_model(one) for one in arguments.model if one not in fetched)
-    models = fetched | (checked_models(given) if given or not fetched else {})
+    models = fetched | checked_models(given)
     await join(await until_answered(lambda: offer_of(name, address, token_file, arguments.data_dir, models)))

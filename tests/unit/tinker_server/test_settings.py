@@ -16,8 +16,9 @@ import pytest
 from pydantic import BaseModel
 from sqlalchemy import make_url
 
+from backends.config import BackendConfig
 from tinker_server.__main__ import listen, main, require_keys_beyond_loopback
-from tinker_server.command_line import parse, read_settings
+from tinker_server.command_line import option_of, parse, read_settings
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import from_file, setting_names, variable_of
@@ -69,14 +70,38 @@ def test_everything_is_kept_in_the_data_directory_by_default(tmp_path: Path) -> 
         (["--model", "name"], "--model name: write NAME=DIRECTORY"),
         (["--model", "a=/missing/dir"], "there is no directory /missing/dir"),
         (["--model", "a=./dir"], "there is no directory ./dir"),
-        (["--model", "a=org/name", "--ranks", "0"], "ranks: Input should be greater than or equal to 1"),
-        (["--model", "a=org/name", "--port", "70000"], "setting port: Input should be less than"),
+        (["--model", "a=org/name", "--ranks", "0"], "--ranks: Input should be greater than or equal to 1; it is 0"),
+        (["--model", "a=org/name", "--max-context", "0"], "--max-context: Input should be .* 16; it is 0"),
+        (["--model", "a=org/name", "--max-lora-rank", "9"], "--max-lora-rank: Input should be 8, 16, .*; it is 9"),
+        (["--model", "a=org/name", "--port", "70000"], "--port: Input should be less than"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line(arguments: list[str], text: str) -> None:
     with pytest.raises(StartFailed) as caught:
         read_settings(parse(["serve", *arguments]))
-    assert text in str(caught.value) and "\n" not in str(caught.value)
+    assert re.match(f"(model a: )?{text}", str(caught.value)) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("typed", ["-1", "0", "0.0005", "nan", "inf"])
+def test_a_size_that_is_none_is_refused_as_it_was_typed(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["serve", "--model", "a=org/name", "--kv-cache", typed])
+    assert f"argument --kv-cache: invalid number of GiB, at least 0.001 value: '{typed}'" in capsys.readouterr().err
+
+
+def test_a_machine_that_joins_is_asked_for_its_own_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["join", "server:8100", "--token-file", "token"])
+    assert "the following arguments are required: --model" in capsys.readouterr().err
+
+
+def test_an_option_is_named_as_the_parser_reads_it() -> None:
+    values = {"device": "cpu", "base_precision": "fp8", "base_copies": "1", "max_lora_rank": "8"}
+    flags = {"cluster", "train_vision", "replay_routing", "full"}
+    options = {*vars(parse(["serve"]))} & {*Settings.model_fields, *BackendConfig.model_fields}
+    for name in options:
+        typed = [option_of(name)] if name in flags else [option_of(name), values.get(name, "2")]
+        assert vars(parse(["serve", *typed]))[name] is not None
 
 
 def test_sizes_from_which_memory_is_planned_are_options_too() -> None:
@@ -100,7 +125,11 @@ def test_sizes_from_which_memory_is_planned_are_options_too() -> None:
             "is no setting; memory is planned from max_context_length",
         ),
         ("TINKER_SERVER_XYLOPHONE", "1", "docs/settings.md has them all"),
-        ("TINKER_SERVER_PORT", "high", "setting port: Input should be a valid integer, .*; it is 'high'"),
+        (
+            "TINKER_SERVER_PORT",
+            "high",
+            "environment variable TINKER_SERVER_PORT: Input should be a valid integer, .*; it is 'high'",
+        ),
         ("TINKER_SERVER_IMAGE_HOSTS", "a.example", 'field "image_hosts" .* write a list as JSON'),
     ],
 )
@@ -165,7 +194,8 @@ def test_a_file_takes_every_setting(tmp_path: Path) -> None:
         ("backend = 1", "backend is no setting"),
         ("[backend]\ngpu_memory_fraction = 0.5", "gpu_memory_fraction is no setting; memory is planned from"),
         ("port = ", "cannot be read: Invalid value"),
-        ('port = "high"', "setting port: Input should be a valid integer, .* it is 'high'"),
+        ('port = "high"', "settings.toml: port: Input should be a valid integer, .* it is 'high'"),
+        ("[backend]\nsampler_gpus = [0, -1.5]", r"settings.toml: backend.sampler_gpus\[1\]: Input should be"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(text: str, refusal: str, tmp_path: Path) -> None:
@@ -177,7 +207,7 @@ def test_a_wrong_file_is_refused_by_name(text: str, refusal: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "more", "said"),
     [
-        (["keys", "list"], {"TINKER_SERVER_PORT": "high"}, "setting port"),
+        (["keys", "list"], {"TINKER_SERVER_PORT": "high"}, "environment variable TINKER_SERVER_PORT: "),
         (["keys", "add", "a"], {"TINKER_SERVER_IMAGE_HOSTS": "a"}, "the environment: "),
         (["keys", "list", "--config", "missing.toml"], {}, "the settings file missing.toml cannot be read"),
         (["status", "--key", "\xe9"], {}, "the API key has characters"),

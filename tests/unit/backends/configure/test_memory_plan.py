@@ -222,9 +222,12 @@ def test_a_cache_that_does_not_hold_a_context_shortens_it_or_is_refused_with_the
         return plan_or_suggest([size], asked, on, device).demands["4b"].context
 
     assert planned(of_8192) == planned(of_8192, 8192) == 8192
-    with pytest.raises(BackendFailed, match=rf"less than the {of_8192} that a context of 8192 .* --max-context 7168"):
+    with pytest.raises(BackendFailed, match=rf"context of 8192 .* \({of_8192} bytes\).* --max-context 7168"):
         planned(of_8192 - 1)
-    with pytest.raises(BackendFailed, match=r"4b: a KV cache of 1073741824 bytes .* that a context of 32768 tokens"):
+    with pytest.raises(
+        BackendFailed,
+        match=r"4b: a KV cache of 1 GiB \(--kv-cache, .* what a context of 32768 tokens takes: set it to \d",
+    ):
         planned(GIB, 32768)
 
 
@@ -296,3 +299,16 @@ def test_a_context_that_fits_no_gpu_fits_several_that_divide_it_and_the_refusal_
     assert plan("4b", "H200:2", **settings, context_parallel=2).demands["4b"].context == 262_144
     with pytest.raises(BackendFailed, match="8 ranks on CUDA need as many GPUs; torch sees 2"):
         plan("4b", "H200:2", context_parallel=8)
+
+
+def test_a_device_that_is_not_there_is_no_matter_of_size() -> None:
+    nothing = Machine(64 * GIB, (), ())
+    for asked in ({}, {"trainer_gpus": (0,)}, {"context_parallel": 2}):
+        with pytest.raises(BackendFailed) as refused:
+            plan_or_suggest([shape("4b")], BackendConfig(device="cuda", **asked), nothing, "cuda")  # type: ignore[arg-type]
+        assert str(refused.value).startswith(
+            "--device cuda (setting backend.device): torch sees no GPU; give --device cpu"
+        )
+        assert "nearest that fits" not in str(refused.value)
+    with pytest.raises(BackendFailed, match=r"3 engines .* torch sees 2, engines may use 2$"):
+        plan_or_suggest([shape("4b")], BackendConfig(engines=3), machine("H200:2"), "cuda")
