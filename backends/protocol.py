@@ -171,16 +171,20 @@ class NodeState:
     """False while it is lost: it may come back."""
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """State of a model that a trainer holds."""
+@dataclass(eq=False)
+class LoadedModel:
+    """A model in a trainer's memory, from `Trainer.create_model` until it is lost. Only the trainer writes to it."""
 
-    latest_work: int
-    """A number that changes whenever the trainer begins to work for it."""
-    worked_s: float
-    """Seconds that the trainer has worked for it since it was loaded; the rest it has waited."""
+    model_id: str
+    owner: str
     size_bytes: int
     """Device memory of each rank that it takes while it trains: weights, gradient, moments."""
+    latest_work: int = 0
+    """A number that changes whenever the trainer begins to work for it."""
+    worked_s: float = 0.0
+    """Seconds that the trainer has worked for it since it was loaded; the rest it has waited."""
+    is_lost: bool = False
+    """True once the trainer no longer holds the model: its process has ended, or it was deleted or made again."""
 
 
 SavedForm = Literal["state", "sampler", "export"]
@@ -190,49 +194,51 @@ not durable yet. If the model trains all weights, each is a complete Hugging Fac
 
 
 class Trainer(Protocol):
-    """LoRA models on a frozen base, or one model that trains all of it. Every method raises InvalidInput, ModelLost or
-    BackendFailed."""
+    """LoRA models on a frozen base, or one model that trains all of it. Every method raises InvalidInput or
+    BackendFailed, and ModelLost for a lost model."""
 
-    async def create_model(self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None) -> None:
+    async def create_model(
+        self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None
+    ) -> LoadedModel:
         """Make a fresh adapter (`lora.seed` is set) with an empty optimizer, or a model as it was at its snapshot.
-        Raises InvalidInput for a bad rank, and if another model is training all weights of the base."""
+        A model of the same id is lost by it. Raises InvalidInput for a bad rank, and if another model is training all
+        weights of the base."""
 
-    async def delete_model(self, model_id: str) -> None:
-        """Delete adapter, gradient and optimizer, if the model is held."""
+    async def delete_model(self, model: LoadedModel) -> None:
+        """Delete adapter, gradient and optimizer, unless the model is lost."""
 
-    async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
+    async def forward_backward(
+        self, model: LoadedModel, batch: EncodedBatch, *, backward: bool
+    ) -> ForwardBackwardOutput:
         """Compute the log probabilities of every target; with `backward`, add the loss's gradient to the model's.
 
         It waits for a grant of the trainer before each microbatch, in which other models' datums may be computed too. A
         failure with `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
         """
 
-    async def mark_incomplete(self, model_id: str) -> None:
+    async def mark_incomplete(self, model: LoadedModel) -> None:
         """Mark the gradient as incomplete until the next optim_step: a forward_backward will never run."""
 
-    async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
+    async def optim_step(self, model: LoadedModel, adam: AdamParams) -> OptimStepResponse:
         """Apply the gradient, then clear it. Raises InvalidInput if there is none, part of it is missing, or a weight
         would not be finite; weights and optimizer are then as they were."""
 
-    async def save(self, model_id: str, directory: Path, form: SavedForm) -> None:
+    async def save(self, model: LoadedModel, directory: Path, form: SavedForm) -> None:
         """Write the model into `directory`, which appears whole or not at all. Raises InvalidInput if weights are not
         finite, or their log probabilities, which a `state` is not asked for."""
 
-    async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+    async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
         """Read what was saved as `state` into a model of the same LoRA shape; the gradient is cleared. Without the
         optimizer it may be any adapter in PEFT's names or in those of Tinker's tools. If it fails, the model is as it
         was."""
 
-    async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
+    async def snapshot(self, model: LoadedModel, directory: Path) -> Awaitable[None]:
         """Copy the whole model with its accumulated gradient, and write the copy into `directory` while later
         operations run. The result is done once the directory is there: whole, or not at all."""
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
         """Grant the trainer only to models that are being restored while the block runs: this one, and others in such a
         block."""
-
-    def state(self, model_id: str) -> ModelState | None:
-        """Return a model's state; None if it was not made here, or has ended with the process that held it."""
 
     def waits_for(self) -> str | None:
         """Say what keeps all operations from being computed; None if nothing does."""

@@ -32,7 +32,7 @@ from backends.cluster.client import Address, Cluster
 from backends.cluster.engines import RemoteEngines
 from backends.cluster.replicas import RemoteReplicas
 from backends.formats.model_files import fingerprint
-from backends.protocol import ADAPTER_FILE, EncodedBatch, ignore_loading
+from backends.protocol import ADAPTER_FILE, EncodedBatch, LoadedModel, ignore_loading
 from backends.sampler.client import EngineClient
 from backends.sampler.commands import Receive
 from backends.sampler.pool import SamplerPool
@@ -185,18 +185,18 @@ async def train(arguments: argparse.Namespace, directory: Path) -> None:
         async with contextlib.AsyncExitStack() as running:
             running.push_async_callback(trainer.stop)
             await trainer.start()
-            await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+            trained = await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
             if not one_s:
-                one_s = await step_s(trainer, batch, arguments.rounds)
+                one_s = await step_s(trainer, trained, batch, arguments.rounds)
                 print(f"  a step of one replica                    {one_s:8.2f} s")
             running.push_async_callback(cluster.stop)
             await cluster.start(ignore_loading)
             machine = await Machine.start(1, directory)
             running.push_async_callback(machine.stop)
             await until_on(trainer, "here", "1")
-            await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
-            two_s = await step_s(trainer, batch, arguments.rounds)
-            await trainer.save("m", directory / across, "state")
+            trained = await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+            two_s = await step_s(trainer, trained, batch, arguments.rounds)
+            await trainer.save(trained, directory / across, "state")
         count = sum(one.numel() for one in load_file(directory / across / ADAPTER_FILE).values())
         size = count * getattr(torch, across).itemsize
         floor_s = one_s / 2 + 8 * size / (arguments.gbit[0] * 1e9)
@@ -204,13 +204,13 @@ async def train(arguments: argparse.Namespace, directory: Path) -> None:
         print(f"    the floor                              {floor_s:8.2f} s: {two_s / floor_s:.2f} times as long")
 
 
-async def step_s(trainer: TrainerClient, batch: EncodedBatch, rounds: int) -> float:
+async def step_s(trainer: TrainerClient, model: LoadedModel, batch: EncodedBatch, rounds: int) -> float:
     """Return the median time of a forward_backward and its optim_step, after a first one."""
     times = []
     for _ in range(rounds + 1):
         began_s = time.perf_counter()
-        await trainer.forward_backward("m", batch, backward=True)
-        await trainer.optim_step("m", AdamParams())
+        await trainer.forward_backward(model, batch, backward=True)
+        await trainer.optim_step(model, AdamParams())
         times.append(time.perf_counter() - began_s)
     return statistics.median(times[1:])
 

@@ -65,11 +65,11 @@ async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:
     await backend.start()
     try:
         base = backend.models[NAME]
-        await base.trainer.create_model("m", Trainable(rank=rank, seed=1), "owner")
+        model = await base.trainer.create_model("m", Trainable(rank=rank, seed=1), "owner")
         batch = cross_entropy([datum(prompt(words(64)), base.renderer)])
         for number in range(rounds + 1):
-            await base.trainer.forward_backward("m", batch, backward=True)
-            await base.trainer.optim_step("m", AdamParams(learning_rate=1e-4))
+            await base.trainer.forward_backward(model, batch, backward=True)
+            await base.trainer.optim_step(model, AdamParams(learning_rate=1e-4))
             directory = config.scratch_dir / f"saved-{number}"
             task = SamplingTask(
                 prompt=ModelInput(chunks=[EncodedTextChunk(tokens=IDS)]),
@@ -79,7 +79,7 @@ async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:
                 owner="bench",
             )
             times.begin()
-            await base.trainer.save("m", directory, "sampler")
+            await base.trainer.save(model, directory, "sampler")
             times.end("the trainer scores the canary and writes")
             await base.sampler.publish(directory, "bench")
             times.end("the engine loads and scores the canary")

@@ -75,13 +75,13 @@ async def seconds(spec: ModelSpec, batches: Batches) -> dict[str, float]:
     await client.start()
     print(f"{num_ranks} ranks started in {time.perf_counter() - began:.0f} s", flush=True)
     try:
-        await client.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+        model = await client.create_model("m", Trainable(rank=RANK, seed=1), "owner")
         best = {}
         for name, (num_tokens, batch) in batches.items():
             taken = []
             for _ in range(3):
                 began = time.perf_counter()
-                await client.forward_backward("m", batch, backward=True)
+                await client.forward_backward(model, batch, backward=True)
                 taken.append(time.perf_counter() - began)
             best[name] = min(taken[1:])
             gib = [(total - free) / GIB for free, total in map(torch.cuda.mem_get_info, range(num_ranks))]

@@ -33,8 +33,8 @@ from backends.protocol import (
     EngineUse,
     GpuState,
     InvalidInput,
+    LoadedModel,
     ModelLost,
-    ModelState,
     NodeState,
     ProcessState,
     PromptSize,
@@ -66,7 +66,8 @@ class FakeTrainer:
         """The model and gradient of every step that was taken."""
         self.calls: list[tuple[str, str]] = []
         self.queue = FairQueue()
-        self.owners: dict[str, str] = {}
+        self.models: dict[str, LoadedModel] = {}
+        """The handle of each model that was made, lost ones too."""
         self.begun: Counter[str] = Counter()
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
         """Per loss: a forward_backward waits here."""
@@ -74,35 +75,41 @@ class FakeTrainer:
         self.waited_for: str | None = None
         self.restart = asyncio.Condition()
 
-    async def create_model(self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None) -> None:
+    async def create_model(
+        self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None
+    ) -> LoadedModel:
         async with self.queue.grant(owner, model_id):
             if lora.rank > 64:
                 raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
             self.steps[model_id] = 0
             self.gradients[model_id] = []
-            self.owners[model_id] = owner
+            model = self.models[model_id] = LoadedModel(model_id, owner, SIZE_BYTES, self.begun[model_id])
             self.calls.append(("create_model", model_id))
         if snapshot is not None:
-            await self.load_state(model_id, snapshot, with_optimizer=True)
+            await self.load_state(model, snapshot, with_optimizer=True)
             self.gradients[model_id] = json.loads((snapshot / "gradient").read_text())
+        return model
 
-    async def delete_model(self, model_id: str) -> None:
-        self.steps.pop(model_id, None)
+    async def delete_model(self, model: LoadedModel) -> None:
+        if not model.is_lost:
+            self.lose(model.model_id)
 
-    async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
+    async def forward_backward(
+        self, model: LoadedModel, batch: EncodedBatch, *, backward: bool
+    ) -> ForwardBackwardOutput:
         with _emitting("trainer tiny rank 0", "ComputeMicrobatch"):
-            return await self._forward_backward(model_id, batch, backward)
+            return await self._forward_backward(model, batch, backward)
 
-    async def _forward_backward(self, model_id: str, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput:
-        self._held(model_id)
+    async def _forward_backward(self, model: LoadedModel, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput:
+        model_id = self._held(model)
         loss_input = decode_batch(batch)
-        async with self.queue.grant(self.owners[model_id], model_id):
-            self.begun[model_id] += 1
+        async with self.queue.grant(model.owner, model_id):
+            self.begin(model)
             await self.gates[loss_input.loss_fn].wait()
         self.calls.append((loss_input.loss_fn, model_id))
         if loss_input.loss_fn in ("wrong", "broken"):
             if backward:
-                await self.mark_incomplete(model_id)
+                await self.mark_incomplete(model)
             if loss_input.loss_fn == "broken":
                 raise ZeroDivisionError("division by zero")
             raise InvalidInput("datum 0: loss_fn 'wrong' is not known")
@@ -117,14 +124,13 @@ class FakeTrainer:
             metrics["nan:mean"] = float("nan")
         return ForwardBackwardOutput(loss_fn_outputs=outputs, metrics=metrics)
 
-    async def mark_incomplete(self, model_id: str) -> None:
-        self._held(model_id)
-        self.gradients[model_id] = None
+    async def mark_incomplete(self, model: LoadedModel) -> None:
+        self.gradients[self._held(model)] = None
 
-    async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
-        self._held(model_id)
-        async with self.queue.grant(self.owners[model_id], model_id):
-            self.begun[model_id] += 1
+    async def optim_step(self, model: LoadedModel, adam: AdamParams) -> OptimStepResponse:
+        model_id = self._held(model)
+        async with self.queue.grant(model.owner, model_id):
+            self.begin(model)
         self.calls.append(("optim_step", model_id))
         gradient, self.gradients[model_id] = self.gradients[model_id], []
         if gradient is None:
@@ -133,21 +139,21 @@ class FakeTrainer:
         self.steps[model_id] += 1
         return OptimStepResponse(metrics={"grad_norm": 1.0, "step": self.steps[model_id]})
 
-    async def save(self, model_id: str, directory: Path, form: SavedForm) -> None:
-        self._held(model_id)
+    async def save(self, model: LoadedModel, directory: Path, form: SavedForm) -> None:
+        model_id = self._held(model)
         with written_aside(directory) as aside:
             _write_steps(aside, self.steps[model_id])
         if form != "state":
             save_file(ADAPTER, directory / "adapter_model.safetensors")
             (directory / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
 
-    async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        self._held(model_id)
+    async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
+        model_id = self._held(model)
         self.steps[model_id] = int((directory / "steps").read_text()) if with_optimizer else 0
         self.gradients[model_id] = []
 
-    async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
-        self._held(model_id)
+    async def snapshot(self, model: LoadedModel, directory: Path) -> Awaitable[None]:
+        model_id = self._held(model)
         steps, gradient = self.steps[model_id], json.dumps(self.gradients[model_id])
 
         async def write() -> None:
@@ -156,9 +162,6 @@ class FakeTrainer:
                 (aside / "gradient").write_text(gradient)
 
         return asyncio.ensure_future(write())
-
-    def state(self, model_id: str) -> ModelState | None:
-        return ModelState(self.begun[model_id], 0.0, SIZE_BYTES) if model_id in self.steps else None
 
     async def restarted(self, seen: int) -> int:
         async with self.restart:
@@ -170,7 +173,7 @@ class FakeTrainer:
 
     async def die(self) -> None:
         """And be there again."""
-        self.steps.clear()
+        self.lose(*self.steps)
         async with self.restart:
             self.num_restarts += 1
             self.restart.notify_all()
@@ -178,9 +181,19 @@ class FakeTrainer:
     def restoring(self, model_id: str, owner: str) -> contextlib.AbstractContextManager[None]:
         return self.queue.prioritize(owner, model_id)
 
-    def _held(self, model_id: str) -> None:
-        if model_id not in self.steps:
+    def begin(self, model: LoadedModel) -> None:
+        self.begun[model.model_id] += 1
+        model.latest_work = self.begun[model.model_id]
+
+    def lose(self, *model_ids: str) -> None:
+        for model_id in model_ids:
+            del self.steps[model_id]
+            self.models[model_id].is_lost = True
+
+    def _held(self, model: LoadedModel) -> str:
+        if model.is_lost:
             raise ModelLost("the trainer was restarted")
+        return model.model_id
 
 
 class FakeSampler:

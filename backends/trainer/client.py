@@ -30,8 +30,8 @@ from backends.processes.supervisor import Supervisor
 from backends.protocol import (
     EncodedBatch,
     InvalidInput,
+    LoadedModel,
     ModelLost,
-    ModelState,
     OnLoading,
     ProcessState,
     SavedForm,
@@ -58,6 +58,7 @@ _EXCLUSIVE_S = 300.0
 class _Request:
     """A forward_backward in flight."""
 
+    model: LoadedModel
     new: commands.NewRequest
     admitted: bool = False
     """True once the ranks have it."""
@@ -76,19 +77,6 @@ class _Request:
             self.finished.set_result(outcome)
 
 
-@dataclass
-class _Model:
-    """A loaded model."""
-
-    owner: str
-    size_bytes: int
-    """Device memory that it takes of each rank."""
-    latest_work: int
-    """Number of its latest work."""
-    worked_s: float = 0.0
-    """Seconds that its work has taken."""
-
-
 class TrainerClient:
     """`protocol.Trainer` over child processes, one command at a time."""
 
@@ -101,7 +89,8 @@ class TrainerClient:
         self._growing: asyncio.Task[None] | None = None
         name = f"{spec.name}: the trainer"
         self._supervisor = Supervisor(name, self._replicas.launch, self._load, restart=self._restart)
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, LoadedModel] = {}
+        """The models that the ranks hold."""
         self._base: asyncio.Future[LoadCheck] | None = None
         """The base's scores at the first start. An engine may have asked for them before."""
         self._queue = FairQueue()
@@ -162,54 +151,54 @@ class TrainerClient:
         """Return the states of the ranks that were started last."""
         return self._supervisor.processes()
 
-    async def create_model(self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None) -> None:
+    async def create_model(
+        self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None
+    ) -> LoadedModel:
         """Implement the protocol; starts the ranks if they have died."""
         async with self._queue.grant(owner, model_id):
             await self._revive()
             if self._spec.full:
                 self._require_free(model_id, owner)
+            self._release(model_id)
             size_bytes = await self._command(commands.CreateModel(model_id, lora, snapshot))
-            self._models[model_id] = _Model(owner, size_bytes, next(self._numbers))
+            model = self._models[model_id] = LoadedModel(model_id, owner, size_bytes, next(self._numbers))
+            return model
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
         """Implement the protocol."""
         return self._queue.prioritize(owner, model_id)
 
-    def state(self, model_id: str) -> ModelState | None:
-        """Implement the protocol."""
-        if (model := self._models.get(model_id)) is None:
-            return None
-        return ModelState(model.latest_work, model.worked_s, model.size_bytes)
-
-    async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
+    async def snapshot(self, model: LoadedModel, directory: Path) -> Awaitable[None]:
         """Implement the protocol; rank 0 writes."""
-        async with self._queue.grant(self._owner(model_id), model_id):
-            await self._require(model_id)
-            self._begin(model_id)
+        async with self._queue.grant(model.owner, model.model_id):
+            await self._require(model)
+            model.latest_work = next(self._numbers)
             writer = self._supervisor.children[0]
-            await self._command(commands.Snapshot(model_id, directory))
+            await self._command(commands.Snapshot(model.model_id, directory))
             written = asyncio.ensure_future(writer.call(commands.AwaitSnapshot(directory)))
             self._writing.add(written)
             written.add_done_callback(self._writing.discard)
             return written
 
-    async def delete_model(self, model_id: str) -> None:
+    async def delete_model(self, model: LoadedModel) -> None:
         """Implement the protocol."""
-        if (model := self._models.get(model_id)) is None:
+        if model.is_lost:
             return
-        async with self._queue.grant(model.owner, model_id):
-            if await self._alive():
-                await self._command(commands.DeleteModel(model_id))
-            self._models.pop(model_id, None)
+        async with self._queue.grant(model.owner, model.model_id):
+            await self._end_if_dead()
+            if not model.is_lost:
+                await self._command(commands.DeleteModel(model.model_id))
+                self._release(model.model_id)
 
-    async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
+    async def forward_backward(
+        self, model: LoadedModel, batch: EncodedBatch, *, backward: bool
+    ) -> ForwardBackwardOutput:
         """Implement the protocol; the batch is decoded and checked on the ranks."""
-        owner = self._owner(model_id)
-        this = _Request(commands.NewRequest(next(self._numbers), model_id, owner, batch, backward))
-        self._requests[this.new.number] = this
+        new = commands.NewRequest(next(self._numbers), model.model_id, model.owner, batch, backward)
+        this = self._requests[new.number] = _Request(model, new)
         try:
             while not this.finished.done():
-                async with self._queue.grant(owner, model_id):
+                async with self._queue.grant(model.owner, model.model_id):
                     if not this.finished.done():  # by another's microbatch
                         await self._compute_microbatch(this)
             return this.finished.result()
@@ -218,19 +207,18 @@ class TrainerClient:
 
     async def _compute_microbatch(self, first: "_Request") -> None:
         """Compute one microbatch of this request. Others that wait for a grant may have datums in it."""
-        await self._require(first.new.model_id)
+        await self._require(first.model)
         batch_mates: list[_Request] = []
         if self._spec.shares_microbatches and asyncio.get_running_loop().time() > self._exclusive_until_s:
-            waiting = [one for one in self._requests.values() if one is not first and not one.finished.done()]
-            waiting = [one for one in waiting if one.new.model_id in self._models]
-            batch_mates = sorted(waiting, key=lambda one: self._queue.priority(one.new.owner, one.new.model_id))
+            unfinished = (request for request in self._requests.values() if not request.finished.done())
+            waiting = (request for request in unfinished if request is not first and not request.model.is_lost)
+            batch_mates = sorted(waiting, key=lambda mate: self._queue.priority(mate.model.owner, mate.model.model_id))
         requests = [first, *batch_mates]
-        new = tuple(one.new for one in requests if not one.admitted)
-        for one in requests:
-            one.admitted = True
-            self._begin(one.new.model_id)
-        with self._working(*(one.new.model_id for one in requests)):
-            command = commands.ComputeMicrobatch(new, tuple(one.new.number for one in requests))
+        new = tuple(request.new for request in requests if not request.admitted)
+        for request in requests:
+            request.admitted = True
+        with self._working(*(request.model for request in requests)):
+            command = commands.ComputeMicrobatch(new, tuple(request.new.number for request in requests))
             await _to_the_end(self._run_microbatch(command))
 
     async def _run_microbatch(self, command: commands.ComputeMicrobatch) -> None:
@@ -243,8 +231,8 @@ class TrainerClient:
         finally:
             self._emit(spans, members)
         for number, outcome in computed.finished:
-            if (one := self._requests.get(number)) is not None and not one.finished.done():
-                one.finish(outcome)
+            if (request := self._requests.get(number)) is not None and not request.finished.done():
+                request.finish(outcome)
 
     def _emit(self, spans: list[ProcessSpan], numbers: set[int]) -> None:
         """Emit the spans of a microbatch to all whose datums were in it, not just to the one that has the grant."""
@@ -256,26 +244,27 @@ class TrainerClient:
     async def _discard(self, this: "_Request") -> None:
         """Forget a request, which is cancelled on the ranks if it was abandoned."""
         del self._requests[this.new.number]
-        if this.admitted and not this.finished.done() and this.new.model_id in self._models:
-            async with self._queue.grant(this.new.owner, this.new.model_id):
-                if await self._alive():
+        if this.admitted and not this.finished.done() and not this.model.is_lost:
+            async with self._queue.grant(this.model.owner, this.model.model_id):
+                await self._end_if_dead()
+                if self._supervisor.is_alive:
                     await self._command(commands.CancelRequests((this.new.number,)))
 
-    async def mark_incomplete(self, model_id: str) -> None:
+    async def mark_incomplete(self, model: LoadedModel) -> None:
         """Implement the protocol."""
-        await self._run(model_id, commands.MarkIncomplete(model_id))
+        await self._run(model, commands.MarkIncomplete(model.model_id))
 
-    async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
+    async def optim_step(self, model: LoadedModel, adam: AdamParams) -> OptimStepResponse:
         """Implement the protocol."""
-        return await self._run(model_id, commands.OptimStep(model_id, adam))
+        return await self._run(model, commands.OptimStep(model.model_id, adam))
 
-    async def save(self, model_id: str, directory: Path, form: SavedForm) -> None:
+    async def save(self, model: LoadedModel, directory: Path, form: SavedForm) -> None:
         """Implement the protocol."""
-        await self._run(model_id, commands.Save(model_id, directory, form))
+        await self._run(model, commands.Save(model.model_id, directory, form))
 
-    async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+    async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
         """Implement the protocol."""
-        await self._run(model_id, commands.LoadState(model_id, directory, with_optimizer))
+        await self._run(model, commands.LoadState(model.model_id, directory, with_optimizer))
 
     def _require_free(self, model_id: str, owner: str) -> None:
         """Raise InvalidInput if another model trains the weights of the base. Other users' ids are kept secret."""
@@ -320,51 +309,53 @@ class TrainerClient:
         self._grow_later()
 
     async def _revive(self) -> None:
-        if not await self._alive():
+        await self._end_if_dead()
+        if not self._supervisor.is_alive:
             await self._supervisor.running()
 
-    def _begin(self, model_id: str) -> None:
-        self._models[model_id].latest_work = next(self._numbers)
+    def _release(self, model_id: str) -> None:
+        if (model := self._models.pop(model_id, None)) is not None:
+            model.is_lost = True
 
     @contextlib.contextmanager
-    def _working(self, *model_ids: str) -> Iterator[None]:
+    def _working(self, *models: LoadedModel) -> Iterator[None]:
+        """Count the block as work for these models."""
         began = time.monotonic()
+        for model in models:
+            model.latest_work = next(self._numbers)
         try:
             yield
         finally:
-            for model_id in self._models.keys() & model_ids:
-                self._models[model_id].worked_s += time.monotonic() - began
+            for model in set(models):
+                model.worked_s += time.monotonic() - began
 
-    async def _run(self, model_id: str, command: Command[R]) -> R:
-        async with self._queue.grant(self._owner(model_id), model_id):
-            await self._require(model_id)
-            self._begin(model_id)
-            with self._working(model_id):
+    async def _run(self, model: LoadedModel, command: Command[R]) -> R:
+        async with self._queue.grant(model.owner, model.model_id):
+            await self._require(model)
+            with self._working(model):
                 return await self._command(command)
 
-    def _owner(self, model_id: str) -> str:
-        if model_id not in self._models:
-            raise ModelLost(f"{model_id} is no longer loaded: create it again, from a checkpoint to go on where it was")
-        return self._models[model_id].owner
+    async def _require(self, model: LoadedModel) -> None:
+        """Raise ModelLost if the model is lost."""
+        await self._end_if_dead()
+        if model.is_lost:
+            raise ModelLost(
+                f"{model.model_id} is no longer loaded: create it again, from a checkpoint to go on where it was"
+            )
 
-    async def _require(self, model_id: str) -> None:
-        """Raise ModelLost if the model has ended with its ranks."""
-        await self._alive()
-        self._owner(model_id)
-
-    async def _alive(self) -> bool:
-        """Return whether every rank runs. If one has died since the last command, end the others too."""
+    async def _end_if_dead(self) -> None:
+        """End all ranks if one has died since the last command."""
         if not self._supervisor.is_alive:
             await self._end()
-        return self._supervisor.is_alive
 
     async def _end(self) -> None:
         if self._models:
             log.error("%s: the trainer has ended; its models must be loaded again", self._spec.name)
-        self._models.clear()
-        for one in self._requests.values():
-            if one.admitted and not one.finished.done():
-                one.finish(ModelLost(f"{one.new.model_id} is no longer loaded: its trainer has ended"))
+        for model_id in list(self._models):
+            self._release(model_id)
+        for request in self._requests.values():
+            if request.admitted and not request.finished.done():
+                request.finish(ModelLost(f"{request.model.model_id} is no longer loaded: its trainer has ended"))
         await self._supervisor.end()
 
     async def _command(self, command: Command[R]) -> R:

@@ -24,7 +24,7 @@ class Start(Command[LoadCheck]):
 
 @dataclass(frozen=True)
 class CreateModel(Command[int]):
-    """`protocol.Trainer.create_model`; the answer is `ModelState.size_bytes`."""
+    """`protocol.Trainer.create_model`; the answer is `LoadedModel.size_bytes`."""
 
     model_id: str
     lora: Trainable

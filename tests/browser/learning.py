@@ -10,7 +10,7 @@ import numpy as np
 from api_schemas.sampling import SampledSequence, SampleResponse
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
 from backends.inputs.detokenize import TokenTexts
-from backends.protocol import ChatTask, ChatUsage, EncodedBatch, SamplingTask
+from backends.protocol import ChatTask, ChatUsage, EncodedBatch, LoadedModel, SamplingTask
 from tests.fakes import FakeBackend
 from tests.photographs import SEEING
 
@@ -33,12 +33,12 @@ class LearningBackend(FakeBackend):
         trainer = self.tiny.trainer
         plain_forward_backward, plain_optim_step = trainer.forward_backward, trainer.optim_step
 
-        async def forward_backward(model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
-            output = await plain_forward_backward(model_id, batch, backward=backward)
-            return output.model_copy(update={"metrics": self._metrics(trainer.steps[model_id])})
+        async def forward_backward(model: LoadedModel, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
+            output = await plain_forward_backward(model, batch, backward=backward)
+            return output.model_copy(update={"metrics": self._metrics(trainer.steps[model.model_id])})
 
-        async def optim_step(model_id: str, adam: AdamParams) -> OptimStepResponse:
-            response = await plain_optim_step(model_id, adam)
+        async def optim_step(model: LoadedModel, adam: AdamParams) -> OptimStepResponse:
+            response = await plain_optim_step(model, adam)
             size = float(self.random.lognormal(0, 0.25)) * (0.4 + 2 / (1 + response.metrics["step"]))
             return response.model_copy(update={"metrics": {"grad_norm": size}})
 

@@ -18,6 +18,7 @@ from backends.cluster.client import Cluster
 from backends.cluster.engines import RemoteEngines
 from backends.cluster.replicas import RemoteReplicas
 from backends.processes.rpc import Child
+from backends.protocol import LoadedModel
 from tests.cluster.machines import Machine, joined, kill, started, until
 from tests.factories import present
 from tests.recovery import RealTrainer, create, finished, forward_backward, logprobs_of, server, train
@@ -77,11 +78,11 @@ class Running:
         trainer, begun = self.backend.trainer, asyncio.Event()
         real = trainer.snapshot
 
-        async def snapshot(model_id: str, directory: Path) -> Awaitable[None]:
+        async def snapshot(model: LoadedModel, directory: Path) -> Awaitable[None]:
             if not begun.is_set():
                 self.stop_rank()
             begun.set()
-            return await real(model_id, directory)
+            return await real(model, directory)
 
         trainer.snapshot = snapshot  # type: ignore[method-assign]
         present(self.client.services.scheduler.actor(self.client.model_id)).model.log.must_end = True
@@ -96,9 +97,10 @@ class Running:
         """Have an operation begin while a rank on the machine does not answer, then kill the machine; return the
         operation's id, and what the model waits for until there is a result."""
         self.stop_rank()
-        before = present(self.backend.trainer.state(self.client.model_id)).latest_work
+        model = self.client.services.scheduler.actor(self.client.model_id).model
+        before = model.latest_work
         request_id = await ask()
-        await until(lambda: present(self.backend.trainer.state(self.client.model_id)).latest_work > before)
+        await until(lambda: model.latest_work > before)
         await asyncio.sleep(0.2)
         kill(machine.process.pid)
         waited_for = set()

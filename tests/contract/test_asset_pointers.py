@@ -18,7 +18,7 @@ import pytest
 
 from api_schemas.inputs import ImageChunk
 from api_schemas.sampling import SampleResponse
-from backends.protocol import EncodedBatch, SamplingTask
+from backends.protocol import EncodedBatch, LoadedModel, SamplingTask
 from backends.trainer.step.decoding import decode_batch
 from tests.factories import as_text, photo
 from tests.fake_server import Running
@@ -52,9 +52,9 @@ def batches(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[EncodedBat
     seen, trainer = [], server.backend.tiny.trainer
     run = trainer.forward_backward
 
-    async def noted(model_id: str, batch: EncodedBatch, **rest: Any) -> Any:
+    async def noted(model: LoadedModel, batch: EncodedBatch, **rest: Any) -> Any:
         seen.append(batch)
-        return await run(model_id, batch, **rest)
+        return await run(model, batch, **rest)
 
     monkeypatch.setattr(trainer, "forward_backward", noted)
     return seen

@@ -91,12 +91,12 @@ async def scores(parts: Parts) -> np.ndarray:
 
 async def loss_of(parts: Parts, model_id: str, reference: Reference) -> np.ndarray:
     """The trainer's log probabilities of `INPUT`."""
-    await parts.trainer.create_model(model_id, LORA, "owner")
+    model = await parts.trainer.create_model(model_id, LORA, "owner")
     try:
         batch = cross_entropy([datum(INPUT, reference._renderer)])
-        output = await parts.trainer.forward_backward(model_id, batch, backward=False)
+        output = await parts.trainer.forward_backward(model, batch, backward=False)
     finally:
-        await parts.trainer.delete_model(model_id)
+        await parts.trainer.delete_model(model)
     return output.loss_fn_outputs[0]["logprobs"]
 
 

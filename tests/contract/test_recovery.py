@@ -64,10 +64,11 @@ async def test_a_trainer_that_dies_is_there_again_with_its_models_before_anybody
         await create(client, 1)
         found = [await train(client, 1)]
         backend.kill()
-        names = [f"{client.session_id}:train:{number}" for number in range(2)]
+        names = (f"{client.session_id}:train:{number}" for number in range(2))
+        models = [client.services.scheduler.actor(name).model for name in names]
         async with asyncio.timeout(120):
             await backend.trainer.restarted(0)
-            while None in map(backend.trainer.state, names):  # noqa: ASYNC110 - it emits no event
+            while not all(model.is_in_memory for model in models):  # noqa: ASYNC110 - it emits no event
                 await asyncio.sleep(0.05)
         found.append(await train(client, 4))
     assert found == undisturbed[:2]
@@ -164,11 +165,11 @@ async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_
         assert await train(client, 1, other) == undisturbed[0]
         real = backend.trainer.forward_backward
 
-        async def deadly(model_id, batch, *, backward):
-            if model_id == client.model_id:
+        async def deadly(model, batch, *, backward):
+            if model.model_id == client.model_id:
                 backend.signal(signal.SIGSTOP)  # so that it does not answer before it is killed
                 asyncio.get_running_loop().call_later(0.2, backend.signal, signal.SIGKILL)
-            return await real(model_id, batch, backward=backward)
+            return await real(model, batch, backward=backward)
 
         backend.trainer.forward_backward = deadly  # type: ignore[method-assign]
         result = await finished(client, await forward_backward(client, 1))
@@ -197,8 +198,8 @@ async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_
         failures = 2
         await trainer._supervisor.children[0].stop(0)
         async with asyncio.timeout(120):
-            await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")
-        assert failures == 0 and trainer.state("m") is not None and await trainer.restarted(0) == 1
+            model = await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")
+        assert failures == 0 and not model.is_lost and await trainer.restarted(0) == 1
     finally:
         await trainer.stop()
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from backends.inputs.rendering import Renderer
 from backends.processes import supervisor
-from backends.protocol import EncodedBatch, ModelLost, ProcessDied
+from backends.protocol import EncodedBatch, LoadedModel, ModelLost, ProcessDied
 from backends.trainer import client, replicas
 from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
@@ -46,29 +46,29 @@ def batch(renderer: Renderer) -> EncodedBatch:
     return cross_entropy([datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())])
 
 
-async def train(trainer: TrainerClient, batch: EncodedBatch) -> None:
-    await trainer.forward_backward("m", batch, backward=True)
-    await trainer.optim_step("m", SMOOTH)
+async def train(trainer: TrainerClient, model: LoadedModel, batch: EncodedBatch) -> None:
+    await trainer.forward_backward(model, batch, backward=True)
+    await trainer.optim_step(model, SMOOTH)
 
 
-async def killed_while_it_works(trainer: TrainerClient, batch: EncodedBatch, rank: int) -> None:
+async def killed_while_it_works(trainer: TrainerClient, model: LoadedModel, batch: EncodedBatch, rank: int) -> None:
     process = psutil.Process(trainer._supervisor.children[rank].process.pid)
     process.send_signal(signal.SIGSTOP)
     asyncio.get_running_loop().call_later(0.3, process.kill)
-    await trainer.forward_backward("m", batch, backward=True)
+    await trainer.forward_backward(model, batch, backward=True)
 
 
 async def test_a_machine_is_used_once_nothing_is_asked_and_no_snapshot_is_being_written(
     trainer: TrainerClient, batch: EncodedBatch, tmp_path: Path
 ) -> None:
-    await trainer.create_model("m", LORA, "owner")
+    model = await trainer.create_model("m", LORA, "owner")
     assert trainer.ranks == "1" and trainer.waits_for() is None
-    await (await trainer.snapshot("m", tmp_path / "snapshot"))
+    await (await trainer.snapshot(model, tmp_path / "snapshot"))
     async with trainer._queue.grant("owner", "m"):
         trainer.attach(Machine(trainer._spec).replica)
         await asyncio.sleep(1)
         assert machines(trainer) == ["here"]
-    await train(trainer, batch)
+    await train(trainer, model, batch)
     writing = asyncio.get_running_loop().create_future()
     trainer._writing.add(writing)  # on a slow disk
     await asyncio.sleep(1)
@@ -79,19 +79,19 @@ async def test_a_machine_is_used_once_nothing_is_asked_and_no_snapshot_is_being_
     assert await trainer.restarted(0) == 1
     assert machines(trainer) == ["here", "a"] and trainer.ranks == "2 on 2 machines, float32 between them"
     with pytest.raises(ModelLost):  # which the server restores from its snapshot
-        await train(trainer, batch)
-    await trainer.create_model("m", LORA, "owner", tmp_path / "snapshot")
-    await train(trainer, batch)
+        await train(trainer, model, batch)
+    model = await trainer.create_model("m", LORA, "owner", tmp_path / "snapshot")
+    await train(trainer, model, batch)
 
 
 async def test_a_machine_that_is_lost_takes_no_operation_with_it(trainer: TrainerClient, batch: EncodedBatch) -> None:
     machine = Machine(trainer._spec)
     trainer.attach(machine.replica)
     await until_on(trainer, "here", "a")
-    await trainer.create_model("m", LORA, "owner")
+    model = await trainer.create_model("m", LORA, "owner")
     process = psutil.Process(trainer._supervisor.children[1].process.pid)
     process.send_signal(signal.SIGSTOP)
-    asked = asyncio.create_task(train(trainer, batch))
+    asked = asyncio.create_task(train(trainer, model, batch))
     await asyncio.sleep(0.3)
     await trainer.detach(machine.replica)
     with pytest.raises(ModelLost, match="its ranks on a"):
@@ -111,8 +111,8 @@ async def test_a_machine_with_which_ranks_do_not_start_is_used_later(
     trainer.attach(machine.replica)
     await until_on(trainer)
     await until_on(trainer, "here")
-    await trainer.create_model("m", LORA, "owner")
-    await train(trainer, batch)
+    model = await trainer.create_model("m", LORA, "owner")
+    await train(trainer, model, batch)
     assert trainer.ranks == "1" and machine.failures == 0
     await until_on(trainer, "here", "a")
 
@@ -123,9 +123,9 @@ async def test_a_machine_whose_ranks_die_twice_is_not_used_for_a_while_and_costs
     trainer.attach(Machine(trainer._spec).replica)
     for remaining in (["here", "a"], ["here"]):
         await until_on(trainer, "here", "a")
-        await trainer.create_model("m", LORA, "owner")
+        model = await trainer.create_model("m", LORA, "owner")
         with pytest.raises(ModelLost, match="its ranks on a"):
-            await killed_while_it_works(trainer, batch, rank=1)
+            await killed_while_it_works(trainer, model, batch, rank=1)
         await until_on(trainer, *remaining)
 
 
@@ -135,8 +135,8 @@ async def test_a_rank_of_the_serving_machine_that_dies_may_be_the_operations_fau
     machine = Machine(trainer._spec)
     trainer.attach(machine.replica)
     await until_on(trainer, "here", "a")
-    await trainer.create_model("m", LORA, "owner")
+    model = await trainer.create_model("m", LORA, "owner")
     with pytest.raises(ProcessDied):
-        await killed_while_it_works(trainer, batch, rank=0)
+        await killed_while_it_works(trainer, model, batch, rank=0)
     await until_on(trainer, "here", "a")
     assert machine.replica.num_deaths == 0

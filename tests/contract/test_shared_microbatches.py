@@ -19,7 +19,7 @@ from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.inputs.rendering import Renderer
 from backends.processes.spans import ProcessSpan, spans_to
-from backends.protocol import EncodedBatch, InvalidInput
+from backends.protocol import EncodedBatch, InvalidInput, LoadedModel
 from backends.trainer.client import TrainerClient
 from backends.trainer.distributed import World
 from backends.trainer.model import packing, token_logprobs
@@ -34,7 +34,6 @@ from tests.factories import (
     batch_for,
     cross_entropy,
     datum,
-    present,
     prompt,
     words,
 )
@@ -287,9 +286,9 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_microbatc
     client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
     await client.start()
     try:
-        await client.create_model("flood", LORA, "a")
-        await client.create_model("small", LORA, "b")
-        flood = asyncio.create_task(client.forward_backward("flood", large, backward=True))
+        flooding = await client.create_model("flood", LORA, "a")
+        quiet = await client.create_model("small", LORA, "b")
+        flood = asyncio.create_task(client.forward_backward(flooding, large, backward=True))
         rows = 0
         on_all = client._on_all_or_end
 
@@ -298,15 +297,15 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_microbatc
             rows += 1
             return await on_all(command)
 
-        await until(lambda: present(client.state("flood")).latest_work > present(client.state("small")).latest_work)
+        await until(lambda: flooding.latest_work > quiet.latest_work)
         client._on_all_or_end = counted  # type: ignore[method-assign]
-        await client.forward_backward("small", small, backward=True)
+        await client.forward_backward(quiet, small, backward=True)
         assert rows <= 3 and not flood.done()
         before = rows
-        await client.optim_step("small", SMOOTH)
+        await client.optim_step(quiet, SMOOTH)
         assert rows <= before + 3 and not flood.done()
         assert len((await flood).loss_fn_outputs) == 64
-        await client.optim_step("flood", SMOOTH)
+        await client.optim_step(flooding, SMOOTH)
     finally:
         await client.stop()
 
@@ -319,20 +318,19 @@ async def test_each_request_gets_the_spans_of_the_microbatches_with_its_datums(
     short = cross_entropy([datum(prompt(words(24)), renderer)])
     client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
     spans: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
+    models: dict[str, LoadedModel] = {}
 
     async def compute(name: str, batch: EncodedBatch) -> None:
         with spans_to(spans[name].append):
-            await client.forward_backward(name, batch, backward=True)
+            await client.forward_backward(models[name], batch, backward=True)
 
     await client.start()
     try:
         for name, owner in zip(spans, "abb", strict=True):
-            await client.create_model(name, LORA, owner)
+            models[name] = await client.create_model(name, LORA, owner)
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(compute("long", long))
-            await until(
-                lambda: present(client.state("long")).latest_work > present(client.state("shorter")).latest_work
-            )
+            await until(lambda: models["long"].latest_work > models["shorter"].latest_work)
             for name in ("short", "shorter"):
                 group.create_task(compute(name, short))
     finally:
@@ -351,19 +349,18 @@ async def test_a_cancelled_caller_harms_no_batch_mate(tiny_text: Path, renderer:
     client = TrainerClient(dataclasses.replace(config(tiny_text, 256), shares_microbatches=True))
     await client.start()
     try:
-        for name in ("leaves", "stays"):
-            await client.create_model(name, LORA, name)
+        models = [await client.create_model(name, LORA, name) for name in ("leaves", "stays")]
         leaving, staying = (
-            asyncio.create_task(client.forward_backward(name, data, backward=True)) for name in ("leaves", "stays")
+            asyncio.create_task(client.forward_backward(model, data, backward=True)) for model in models
         )
         await until(lambda: any(one.admitted for one in client._requests.values()))
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         assert len((await asyncio.wait_for(staying, 60)).loss_fn_outputs) == 16
-        await client.optim_step("stays", SMOOTH)
+        await client.optim_step(models[1], SMOOTH)
         with pytest.raises(InvalidInput, match="incomplete"):
-            await client.optim_step("leaves", SMOOTH)
+            await client.optim_step(models[0], SMOOTH)
         assert not client._requests
     finally:
         await client.stop()

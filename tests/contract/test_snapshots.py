@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from api_schemas.training import AdamParams, Trainable
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, LoadedModel
 from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import config
@@ -37,32 +37,32 @@ async def test_a_model_goes_on_from_its_snapshot_bit_for_bit_whatever_ran_while_
     trainer, renderer, tmp_path
 ):
     batches = [cross_entropy([datum(item, renderer, seed)]) for seed, item in enumerate(MIXED.values())]
-    await trainer.create_model("m", LORA, "owner")
-    await trainer.forward_backward("m", batches[0], backward=True)
-    await trainer.optim_step("m", ADAM)
-    await trainer.forward_backward("m", batches[1], backward=True)
-    written = await trainer.snapshot("m", tmp_path / "snapshot")
+    model = await trainer.create_model("m", LORA, "owner")
+    await trainer.forward_backward(model, batches[0], backward=True)
+    await trainer.optim_step(model, ADAM)
+    await trainer.forward_backward(model, batches[1], backward=True)
+    written = await trainer.snapshot(model, tmp_path / "snapshot")
 
-    async def go_on(name: str) -> object:
-        outputs = await trainer.forward_backward("m", batches[2], backward=True)
-        norm = (await trainer.optim_step("m", ADAM)).metrics["grad_norm"]
-        await trainer.save("m", tmp_path / name, "state")
+    async def go_on(model: LoadedModel, name: str) -> object:
+        outputs = await trainer.forward_backward(model, batches[2], backward=True)
+        norm = (await trainer.optim_step(model, ADAM)).metrics["grad_norm"]
+        await trainer.save(model, tmp_path / name, "state")
         return [one["logprobs"].tobytes() for one in outputs.loss_fn_outputs], norm
 
-    stayed = await go_on("stayed")
+    stayed = await go_on(model, "stayed")
     await written
-    await trainer.delete_model("m")
-    await trainer.create_model("m", LORA, "owner", tmp_path / "snapshot")
-    assert await go_on("resumed") == stayed
+    await trainer.delete_model(model)
+    restored = await trainer.create_model("m", LORA, "owner", tmp_path / "snapshot")
+    assert await go_on(restored, "resumed") == stayed
     wanted, got = state(tmp_path / "stayed"), state(tmp_path / "resumed")
     assert wanted.keys() == got.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 async def test_a_snapshot_that_cannot_be_written_says_so_and_the_model_goes_on(trainer, renderer, tmp_path):
-    await trainer.create_model("m", LORA, "owner")
+    model = await trainer.create_model("m", LORA, "owner")
     (tmp_path / "file").touch()
-    written = await trainer.snapshot("m", tmp_path / "file" / "snapshot")
+    written = await trainer.snapshot(model, tmp_path / "file" / "snapshot")
     with pytest.raises(BackendFailed, match="cannot be read or written"):
         await written
-    await trainer.forward_backward("m", cross_entropy([datum(MIXED["text"], renderer)]), backward=True)
-    await trainer.optim_step("m", ADAM)
+    await trainer.forward_backward(model, cross_entropy([datum(MIXED["text"], renderer)]), backward=True)
+    await trainer.optim_step(model, ADAM)

@@ -26,19 +26,19 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
     await ranked.start()
     try:
         for name, suspends in (("stayed", False), ("moved", True)):
-            await ranked.create_model(name, LORA, "owner")
-            await ranked.forward_backward(name, cross_entropy(batches[0]), backward=True)
-            await ranked.optim_step(name, ADAM)
-            await ranked.forward_backward(name, cross_entropy(batches[1]), backward=True)
+            model = await ranked.create_model(name, LORA, "owner")
+            await ranked.forward_backward(model, cross_entropy(batches[0]), backward=True)
+            await ranked.optim_step(model, ADAM)
+            await ranked.forward_backward(model, cross_entropy(batches[1]), backward=True)
             if suspends:
-                await (await ranked.snapshot(name, tmp_path / "snapshot"))
-                await ranked.delete_model(name)
+                await (await ranked.snapshot(model, tmp_path / "snapshot"))
+                await ranked.delete_model(model)
                 with pytest.raises(ModelLost):
-                    await ranked.optim_step(name, ADAM)
-                await ranked.create_model(name, LORA, "owner", tmp_path / "snapshot")
-            await ranked.forward_backward(name, cross_entropy(batches[2]), backward=True)
-            await ranked.optim_step(name, ADAM)
-            await ranked.save(name, tmp_path / name, "state")
+                    await ranked.optim_step(model, ADAM)
+                model = await ranked.create_model(name, LORA, "owner", tmp_path / "snapshot")
+            await ranked.forward_backward(model, cross_entropy(batches[2]), backward=True)
+            await ranked.optim_step(model, ADAM)
+            await ranked.save(model, tmp_path / name, "state")
     finally:
         await ranked.stop()
     for file in ("adapter_model.safetensors", "optimizer.safetensors"):
@@ -53,14 +53,14 @@ async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl
     ranked = TrainerClient(config(tiny_vl))
     await ranked.start()
     try:
-        await ranked.create_model("m", LORA, "owner")
+        model = await ranked.create_model("m", LORA, "owner")
         with pytest.raises(InvalidInput):
-            await ranked.forward_backward("m", batch([good], "unknown"), backward=True)
-        await (await ranked.snapshot("m", tmp_path / "snapshot"))
-        await ranked.delete_model("m")
-        await ranked.create_model("m", LORA, "owner", tmp_path / "snapshot")
-        await ranked.forward_backward("m", cross_entropy([good]), backward=True)
+            await ranked.forward_backward(model, batch([good], "unknown"), backward=True)
+        await (await ranked.snapshot(model, tmp_path / "snapshot"))
+        await ranked.delete_model(model)
+        model = await ranked.create_model("m", LORA, "owner", tmp_path / "snapshot")
+        await ranked.forward_backward(model, cross_entropy([good]), backward=True)
         with pytest.raises(InvalidInput, match="incomplete"):
-            await ranked.optim_step("m", ADAM)
+            await ranked.optim_step(model, ADAM)
     finally:
         await ranked.stop()

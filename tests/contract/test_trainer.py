@@ -486,12 +486,12 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
         ranked = TrainerClient(config(tiny_vl, max_tokens=60, num_ranks=num_ranks))
         await ranked.start()
         try:
-            await ranked.create_model("m", LORA, "owner")
+            model = await ranked.create_model("m", LORA, "owner")
             outputs = []
             for batch in batches:
-                outputs.append(await ranked.forward_backward("m", cross_entropy(batch), backward=True))
-                await ranked.optim_step("m", SMOOTH)
-            await ranked.save("m", tmp_path / str(num_ranks), "state")
+                outputs.append(await ranked.forward_backward(model, cross_entropy(batch), backward=True))
+                await ranked.optim_step(model, SMOOTH)
+            await ranked.save(model, tmp_path / str(num_ranks), "state")
         finally:
             await ranked.stop()
         weights.append((outputs, load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors")))
@@ -514,13 +514,13 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
     ranked = TrainerClient(config(tiny_vl, num_ranks=2))
     await ranked.start()
     try:
-        await ranked.create_model("m", LORA, "owner")
+        model = await ranked.create_model("m", LORA, "owner")
         with pytest.raises(InvalidInput, match="datum 1, chunk 1"):
-            await ranked.forward_backward("m", cross_entropy([good, broken]), backward=True)
+            await ranked.forward_backward(model, cross_entropy([good, broken]), backward=True)
         with pytest.raises(InvalidInput, match="incomplete"):
-            await ranked.optim_step("m", SMOOTH)
-        await ranked.forward_backward("m", cross_entropy([good]), backward=True)
-        await ranked.optim_step("m", SMOOTH)
+            await ranked.optim_step(model, SMOOTH)
+        await ranked.forward_backward(model, cross_entropy([good]), backward=True)
+        await ranked.optim_step(model, SMOOTH)
     finally:
         await ranked.stop()
 
@@ -548,14 +548,14 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
     ]
     await ranked.start()
     try:
-        await ranked.create_model("m", LORA, "owner")
+        model = await ranked.create_model("m", LORA, "owner")
         for bad, message in cases:
             with pytest.raises(InvalidInput, match=message):
-                await ranked.forward_backward("m", cross_entropy([good, bad]), backward=False)
+                await ranked.forward_backward(model, cross_entropy([good, bad]), backward=False)
         with pytest.raises(InvalidInput, match="loss_fn 'stable_reinforce' is not supported; supported: cross_entropy"):
-            await ranked.forward_backward("m", batch([good], "stable_reinforce"), backward=False)
-        await ranked.forward_backward("m", cross_entropy([good]), backward=True)
-        await ranked.optim_step("m", SMOOTH)
+            await ranked.forward_backward(model, batch([good], "stable_reinforce"), backward=False)
+        await ranked.forward_backward(model, cross_entropy([good]), backward=True)
+        await ranked.optim_step(model, SMOOTH)
     finally:
         await ranked.stop()
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from safetensors.numpy import save
 
-from backends.protocol import ModelLost
+from backends.protocol import LoadedModel, ModelLost
 from tests.dashboard import Owner, with_keys
 from tests.fake_server import Running
 from tests.fakes import ADAPTER
@@ -290,9 +290,9 @@ def test_a_file_that_comes_while_an_upload_is_finished_does_not_replace_a_checke
         folder = server.settings.data_dir / "uploads" / begun["upload_id"]
         wait_until(lambda: len(list(folder.iterdir())) > len(CONTENT) + 1)
 
-        async def noted(model_id: str, directory: Path, **more: Any) -> None:
+        async def noted(model: LoadedModel, directory: Path, **more: Any) -> None:
             seen.append((directory / "adapter_model.safetensors").read_bytes())
-            await load(model_id, directory, **more)
+            await load(model, directory, **more)
 
         monkeypatch.setattr(server.backend.tiny.trainer, "load_state", noted)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:

@@ -212,12 +212,12 @@ async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, t
     await one.start()
     try:
         for ranked, name in ((two_ranks, "two"), (one, "one")):
-            await ranked.create_model("m", LORA, "owner")
+            model = await ranked.create_model("m", LORA, "owner")
             # In another order the shares of the ranks differ, so each meets images that it has, and that it has not.
             for batch in (data[1:2], data, data[::-1], data[3:5], data[5:]):
-                await ranked.forward_backward("m", cross_entropy(batch), backward=True)
-                await ranked.optim_step("m", SMOOTH)
-            await ranked.save("m", tmp_path / name, "state")
+                await ranked.forward_backward(model, cross_entropy(batch), backward=True)
+                await ranked.optim_step(model, SMOOTH)
+            await ranked.save(model, tmp_path / name, "state")
     finally:
         await one.stop()
     weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]

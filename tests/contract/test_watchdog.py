@@ -27,26 +27,26 @@ async def test_ranks_that_die_or_hang_are_started_again_by_the_next_model(tiny_t
     client = TrainerClient(config(tiny_text, num_ranks=num_ranks), patience_s=20)
     await client.start()
     try:
-        await client.create_model("first", LORA, "owner")
+        first = await client.create_model("first", LORA, "owner")
         idle = client._supervisor.children[-1]
         os.kill(idle.process.pid, signal.SIGKILL)
         await asyncio.wait_for(idle.died.wait(), 10)
-        await client.create_model("second", LORA, "owner")  # and not only the one after it
+        second = await client.create_model("second", LORA, "owner")  # and not only the one after it
         with pytest.raises(ModelLost, match="first is no longer loaded"):
-            await client.optim_step("first", SMOOTH)
-        await client.forward_backward("second", batch, backward=True)
+            await client.optim_step(first, SMOOTH)
+        await client.forward_backward(second, batch, backward=True)
 
         client._patience_s = 2
         os.kill(client._supervisor.children[-1].process.pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(ChildHangs, match="has not answered in time"):
-            await client.optim_step("second", SMOOTH)
+            await client.optim_step(second, SMOOTH)
         assert time.monotonic() - began < 15
         with pytest.raises(ModelLost, match="second is no longer loaded"):
-            await client.optim_step("second", SMOOTH)
+            await client.optim_step(second, SMOOTH)
         client._patience_s = 20
-        await client.create_model("third", LORA, "owner")
-        await client.forward_backward("third", batch, backward=True)
-        await client.optim_step("third", SMOOTH)
+        third = await client.create_model("third", LORA, "owner")
+        await client.forward_backward(third, batch, backward=True)
+        await client.optim_step(third, SMOOTH)
     finally:
         await client.stop()

@@ -102,7 +102,7 @@ class Run:
             case "snapshot":
                 self._snapshot()
             case "trainer died":
-                self.trainer.steps.clear()
+                self.trainer.lose(*self.trainer.steps)
             case "killed":
                 self.server.set_gate(self.trainer.gates["cut"], is_open=False)
                 self._submit(history.token(), loss_fn="cut")

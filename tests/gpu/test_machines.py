@@ -29,15 +29,15 @@ async def trained(spec: ModelSpec, others: ModelSpec | None, renderer: Renderer,
         if others is not None:
             trainer.attach(Machine(others).replica)
             await until_on(trainer, *["here"] * spec.mesh.size, *["a"] * spec.mesh.size, limit_s=600)
-        await trainer.create_model("m", LORA, "owner")
+        model = await trainer.create_model("m", LORA, "owner")
         for seed in range(2):
             batch = [datum(one, renderer, seed * 10 + i) for i, one in enumerate(MIXED.values())]
-            await trainer.forward_backward("m", cross_entropy(batch), backward=True)
-            await (await trainer.snapshot("m", directory / f"snapshot-{seed}"))
-            await trainer.create_model("m", LORA, "owner", directory / f"snapshot-{seed}")
-            await trainer.optim_step("m", SMOOTH)
-        await trainer.save("m", directory / "state", "state")
-        await trainer.save("m", directory / "sampler", "sampler")
+            await trainer.forward_backward(model, cross_entropy(batch), backward=True)
+            await (await trainer.snapshot(model, directory / f"snapshot-{seed}"))
+            model = await trainer.create_model("m", LORA, "owner", directory / f"snapshot-{seed}")
+            await trainer.optim_step(model, SMOOTH)
+        await trainer.save(model, directory / "state", "state")
+        await trainer.save(model, directory / "sampler", "sampler")
     finally:
         await trainer.stop()
     return load_file(directory / "state/adapter_model.safetensors")

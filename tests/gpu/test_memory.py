@@ -65,8 +65,7 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
         outside = len(models) * (TRAINER_CONTEXT_BYTES + ENGINE_CONTEXT_BYTES + HOLDER_CONTEXT_BYTES) / gpu_bytes
         assert sum(map(sum, shares)) + outside == pytest.approx(1)
         before = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
-        for model in loaded:
-            await model.trainer.create_model("m", LORA, "owner")
+        trained = [await model.trainer.create_model("m", LORA, "owner") for model in loaded]
         free, total = torch.cuda.mem_get_info()
         print(f"{free / 2**30:.1f} GiB of {total / 2**30:.1f} are free beside two models")
         # As the trainers may; this process stands in for them.
@@ -81,9 +80,9 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
         assert loaded[0].sampler.engines[0].supervisor.children[0].process.pid != host
         assert after == before
         del filled
-        for model in loaded:
+        for model, held in zip(loaded, trained, strict=True):
             with pytest.raises(ValueError, match="no forward_backward"):
-                await model.trainer.optim_step("m", AdamParams())
+                await model.trainer.optim_step(held, AdamParams())
     finally:
         await backend.stop()
 

@@ -86,10 +86,10 @@ class Parts:
         pictures = [image(96, 64, 1)] if renderer.takes_images else []
         model_input = prompt(words(200, 5), *pictures, words(100, 6))
         scored = (await sample(self.sampler, scoring(model_input), None)).prompt_logprobs
-        await self.trainer.create_model("m", LORA, "owner")
+        model = await self.trainer.create_model("m", LORA, "owner")
         item = scoring_datum(model_input, renderer)
-        output = await self.trainer.forward_backward("m", cross_entropy([item]), backward=False)
-        await self.trainer.delete_model("m")
+        output = await self.trainer.forward_backward(model, cross_entropy([item]), backward=False)
+        await self.trainer.delete_model(model)
         return of_text(item, scored, output.loss_fn_outputs[0]["logprobs"], renderer)
 
 
@@ -106,14 +106,14 @@ async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(tmp_path: Path) ->
             with Files(source, torch.bfloat16) as files:
                 assert all(tensor.cpu().equal(files.tensor(name).to(tensor.dtype)) for name, tensor in mapped.items())
             del mapped
-        await parts.trainer.create_model("m", LORA, "owner")
+        model = await parts.trainer.create_model("m", LORA, "owner")
         for _ in range(3):
-            await parts.trainer.forward_backward("m", cross_entropy(items), backward=True)
-            await parts.trainer.optim_step("m", AdamParams(learning_rate=1e-3))
+            await parts.trainer.forward_backward(model, cross_entropy(items), backward=True)
+            await parts.trainer.optim_step(model, AdamParams(learning_rate=1e-3))
         weights = tmp_path / "weights"
-        await parts.trainer.save("m", weights, "sampler")
+        await parts.trainer.save(model, weights, "sampler")
         await parts.sampler.publish(weights, "owner")
-        output = await parts.trainer.forward_backward("m", cross_entropy(items), backward=False)
+        output = await parts.trainer.forward_backward(model, cross_entropy(items), backward=False)
         before = await parts.progress()
         scored = await asyncio.gather(
             *(sample(parts.sampler, scoring(item.model_input), weights, f"owner {at}") for at, item in enumerate(items))
@@ -217,9 +217,9 @@ async def test_training_leaves_the_mapped_base_as_it_was(tmp_path: Path) -> None
     async with Parts(spec_of(source, tmp_path / "scratch")) as parts:
         mapped = map_views(parts.socket, DEVICE)
         before = {name: tensor.clone() for name, tensor in mapped.items()}
-        await parts.trainer.create_model("m", LORA, "owner")
+        model = await parts.trainer.create_model("m", LORA, "owner")
         for _ in range(3):
-            await parts.trainer.forward_backward("m", cross_entropy(items), backward=True)
-            await parts.trainer.optim_step("m", AdamParams(learning_rate=0.1))
+            await parts.trainer.forward_backward(model, cross_entropy(items), backward=True)
+            await parts.trainer.optim_step(model, AdamParams(learning_rate=0.1))
         await sample(parts.sampler, scoring(prompt(words(30))), None)
         assert all(tensor.equal(before[name]) for name, tensor in mapped.items())

@@ -83,14 +83,13 @@ async def stepped(settings: ModelSpec, batches: list[list[Datum]], directory: Pa
     ranked = TrainerClient(settings)
     await ranked.start()
     try:
-        for name in ("m", "other"):
-            await ranked.create_model(name, LORA, "owner")
+        models = [await ranked.create_model(name, LORA, "owner") for name in ("m", "other")]
         for data in batches:
             await asyncio.gather(
-                *(ranked.forward_backward(name, cross_entropy(data), backward=True) for name in ("m", "other"))
+                *(ranked.forward_backward(model, cross_entropy(data), backward=True) for model in models)
             )
-            await ranked.optim_step("m", SMOOTH)
-        await ranked.save("m", directory, "state")
+            await ranked.optim_step(models[0], SMOOTH)
+        await ranked.save(models[0], directory, "state")
     finally:
         await ranked.stop()
     return load_file(directory / "adapter_model.safetensors")

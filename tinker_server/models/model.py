@@ -16,10 +16,10 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.protocol import ModelLost, ModelState, ProcessDied, Trainer
+from backends.protocol import LoadedModel, ModelLost, ProcessDied, Trainer
 from tinker_server.errors import DatabaseUnavailable, LostModel, ModelIdTaken, UnknownModel
 from tinker_server.models.base_models import BaseModels
-from tinker_server.models.replay import LogReplay, Replayed
+from tinker_server.models.replay import LogReplay, Replayed, log_changed_numerics
 from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.records import Operation
@@ -110,6 +110,8 @@ class Model:
         self.is_being_restored = False
         self._stores = stores
         self._trainer: Trainer | None = None
+        self._loaded: LoadedModel | None = None
+        """The trainer's latest handle; None before the first, and once the model was unloaded."""
         self._is_whole = False
         """True once it was made or restored to the end, in a trainer that may have died since."""
         self._worked_since_s: float | None = None
@@ -127,11 +129,11 @@ class Model:
     @property
     def is_in_memory(self) -> bool:
         """True where the trainer holds the model, unless it has died unnoticed."""
-        return self._is_whole and self._state is not None
+        return self._is_whole and self._loaded is not None and not self._loaded.is_lost
 
     def is_lost_with(self, trainer: Trainer) -> bool:
         """Return whether the model was in this trainer's memory, and the trainer has died."""
-        return self._is_whole and self._trainer is trainer and self._state is None
+        return self._is_whole and self._trainer is trainer and not self.is_in_memory
 
     @property
     def is_writing(self) -> bool:
@@ -141,24 +143,20 @@ class Model:
     @property
     def latest_work(self) -> int:
         """A number that changes when the trainer begins to work for the model: before, nothing has changed."""
-        return 0 if (state := self._state) is None else state.latest_work
+        return 0 if self._loaded is None else self._loaded.latest_work
 
     @property
     def worked_s(self) -> float:
         """Seconds that the trainer has worked for the model since it was loaded."""
-        return 0 if (state := self._state) is None else state.worked_s
+        return 0 if self._loaded is None else self._loaded.worked_s
 
     @property
     def memory_bytes(self) -> int:
         """Device memory of each rank of its trainer that the model takes."""
-        return 0 if (state := self._state) is None else state.size_bytes
+        return 0 if self._loaded is None else self._loaded.size_bytes
 
-    @property
-    def _state(self) -> ModelState | None:
-        return None if self._trainer is None else self._trainer.state(self.id)
-
-    async def loaded(self) -> tuple[TrainingRun, Trainer]:
-        """Return the run and its trainer, which holds the model. A model that is not in memory is restored.
+    async def loaded(self) -> tuple[TrainingRun, Trainer, LoadedModel]:
+        """Return the run, its trainer, and the trainer's handle. A model that is not in memory is restored.
 
         Raises UnknownModel, LostModel, UnknownBaseModel; ModelLost where the trainer has ended since, and the model
         is restored the next time.
@@ -169,8 +167,9 @@ class Model:
             raise LostModel(f"model {self.id} was unloaded or given up; create it again from a checkpoint")
         if not self.is_in_memory:
             run = await self._restore(run, trainer)
+        assert self._loaded is not None, "it is in memory"
         self._worked_since_s = time.monotonic()
-        return run, trainer
+        return run, trainer, self._loaded
 
     async def create(self, run: TrainingRun, weights: Path | None, *, with_optimizer: bool) -> None:
         """Make the model, fresh or of saved weights. It is recorded once it is in memory, and is not in memory unless
@@ -178,20 +177,20 @@ class Model:
         trainer = self._trainer_of(run)
         if await self._stores.runs.find(self.id) is not None:  # before the trainer would lose the one it has
             raise ModelIdTaken(f"{self.id} is in use, for a model or for a copy of weights; take another model_seq_id")
-        await trainer.create_model(self.id, run.trainable, run.owner)
+        self._loaded = await trainer.create_model(self.id, run.trainable, run.owner)
         try:
             if weights is not None:
-                await trainer.load_state(self.id, weights, with_optimizer=with_optimizer)
+                await trainer.load_state(self._loaded, weights, with_optimizer=with_optimizer)
             await self._stores.runs.add(run)
         except BaseException:
-            await trainer.delete_model(self.id)
+            await trainer.delete_model(self._loaded)
             raise
         self.run, self._is_whole = run, True
 
     async def mark_incomplete(self) -> None:
         """Have the next optim_step fail and clear the gradient. Raises as `loaded`."""
-        _, trainer = await self.loaded()
-        await trainer.mark_incomplete(self.id)
+        _, trainer, loaded = await self.loaded()
+        await trainer.mark_incomplete(loaded)
 
     async def restore(self) -> None:
         """Restore a model that was lost with its trainer, unless it is there again by now, or not needed.
@@ -225,11 +224,11 @@ class Model:
             await self._stores.storage.delete(run.snapshot)
 
     async def unload(self) -> None:
-        """Free the model's memory, if its base model is served: otherwise no process holds it."""
+        """Free the model's memory."""
         run = await self._find()
-        if run.base_model in self._stores.bases.served:
-            await self._trainer_of(run).delete_model(self.id)
-        self._is_whole = False
+        if self._loaded is not None:
+            await self._trainer_of(run).delete_model(self._loaded)
+        self._loaded, self._is_whole = None, False
         self.log = Log()
 
     async def takes_place_in_log(self, operation: Operation, failure_category: str | None) -> bool:
@@ -301,14 +300,16 @@ class Model:
         """Restore the model, however often the trainer ends meanwhile, as long as each try leaves a newer snapshot."""
         bases = self._stores.bases
         bases.require_same(run.base_model, run.base_fingerprint, self.id)
-        numerics = bases.base(run.base_model).info.numerics
+        log_changed_numerics(run, bases.base(run.base_model).info.numerics)
         self._is_whole, self.is_being_restored = False, True  # half a model is none
         try:
             run = await self._settled()
             while True:
                 self.log = Log()
                 try:
-                    await self._stores.replay.restore(run, trainer, numerics, self._after_replayed)
+                    with trainer.restoring(self.id, run.owner):
+                        self._loaded = await self._stores.replay.load(run, trainer)
+                        await self._stores.replay.run_again(trainer, self._loaded, self._after_replayed)
                     break
                 except (ModelLost, ProcessDied) as error:
                     tried, run = run.snapshot, await self._settled()
@@ -343,9 +344,10 @@ class Model:
         before, self.log = self.log, Log()
         try:
             run = await self._find()
+            assert self._loaded is not None, "only a loaded model is copied"
             directory = await self._stores.storage.reserve(self.id, "snapshots", "model")
             began = time.monotonic()
-            written = await self._trainer_of(run).snapshot(self.id, self._stores.storage.path(directory))
+            written = await self._trainer_of(run).snapshot(self._loaded, self._stores.storage.path(directory))
             self._copying_s = min(self._copying_s, time.monotonic() - began)
             self._stores.snapshots.spend(self._copying_s / COPYING_PART)
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on

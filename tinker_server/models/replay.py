@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from api_schemas.training import AdamParams, OptimStepRequest
 from api_schemas.weights import LoadWeightsRequest
-from backends.protocol import EncodedBatch, InvalidInput, Trainer
+from backends.protocol import EncodedBatch, InvalidInput, LoadedModel, Trainer
 from tinker_server.errors import LostModel
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
@@ -48,74 +48,70 @@ class LogReplay:
         self._checkpoints = checkpoints
         self._storage = storage
 
-    async def restore(
-        self, run: TrainingRun, trainer: Trainer, numerics: Mapping[str, str], on_replayed: OnReplayed
-    ) -> None:
-        """Make the model as it was after its last operation.
-
-        Raises LostModel where that is impossible, and whatever the trainer raises.
-        """
-        _log_changed_numerics(run, numerics)
-        with trainer.restoring(run.model_id, run.owner):
-            await self._load(run, trainer)
-            count = 0
-            async for entry in self._futures.logged(run.model_id):
-                began = time.monotonic()
-                size_bytes = await self._run_again(entry, run.model_id, trainer)
-                await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began))
-                count += 1
-        log.info("model %s is restored; %d operations were run again", run.model_id, count)
-
-    async def _load(self, run: TrainingRun, trainer: Trainer) -> None:
+    async def load(self, run: TrainingRun, trainer: Trainer) -> LoadedModel:
+        """Load the model's snapshot, or make it afresh where it has none. Raises LostModel if the snapshot is gone, and
+        whatever the trainer raises."""
         if run.snapshot is not None and not self._storage.holds(run.snapshot):
             raise LostModel(f"model {run.model_id}: its snapshot was deleted; create it again from a checkpoint")
         snapshot = None if run.snapshot is None else self._storage.path(run.snapshot)
-        await trainer.create_model(run.model_id, run.trainable, run.owner, snapshot)
+        return await trainer.create_model(run.model_id, run.trainable, run.owner, snapshot)
 
-    async def _run_again(self, entry: Entry, model_id: str, trainer: Trainer) -> int:
+    async def run_again(self, trainer: Trainer, model: LoadedModel, on_replayed: OnReplayed) -> None:
+        """Run the operations of the log on the model as `load` left it. Raises LostModel where that is impossible, and
+        whatever the trainer raises."""
+        count = 0
+        async for entry in self._futures.logged(model.model_id):
+            began = time.monotonic()
+            size_bytes = await self._run_entry(entry, trainer, model)
+            await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began))
+            count += 1
+        log.info("model %s is restored; %d operations were run again", model.model_id, count)
+
+    async def _run_entry(self, entry: Entry, trainer: Trainer, model: LoadedModel) -> int:
         """Return the request's size in bytes."""
         if entry.failure_category is not None:
-            await self._fail_again(entry, model_id, trainer)
+            await self._fail_again(entry, trainer, model)
             return 0
         body = await self._futures.rows.body(entry.request_id)
         try:
             match entry.operation_kind:
                 case "forward_backward":
-                    await trainer.forward_backward(model_id, EncodedBatch(body, entry.content_type), backward=True)
+                    await trainer.forward_backward(model, EncodedBatch(body, entry.content_type), backward=True)
                 case "optim_step":
                     request = OptimStepRequest.model_validate_json(body)
-                    await trainer.optim_step(model_id, request.adam_params or AdamParams())
+                    await trainer.optim_step(model, request.adam_params or AdamParams())
                 case "load_weights":
-                    await self._load_weights(LoadWeightsRequest.model_validate_json(body), model_id, trainer)
+                    await self._load_weights(LoadWeightsRequest.model_validate_json(body), trainer, model)
                 case kind:
                     raise AssertionError(f"{kind} is not logged")
         except InvalidInput as error:
             raise LostModel(
-                f"model {model_id} cannot be restored: its {entry.operation_kind} {entry.seq_id} fails now, and did not"
-                f" when it was first run ({error}); create it again from a checkpoint"
+                f"model {model.model_id} cannot be restored: its {entry.operation_kind} {entry.seq_id} fails now, and"
+                f" did not when it was first run ({error}); create it again from a checkpoint"
             ) from error
         return len(body)
 
-    async def _fail_again(self, entry: Entry, model_id: str, trainer: Trainer) -> None:
+    async def _fail_again(self, entry: Entry, trainer: Trainer, model: LoadedModel) -> None:
         """Leave the gradient as the failure left it: incomplete after a forward_backward, cleared after an optim_step
         that failed by its user's fault, and not to be applied after any other failed optim_step."""
-        await trainer.mark_incomplete(model_id)
+        await trainer.mark_incomplete(model)
         if entry.operation_kind == "optim_step" and entry.failure_category == "user":
             try:
-                await trainer.optim_step(model_id, AdamParams())
+                await trainer.optim_step(model, AdamParams())
             except InvalidInput:
                 return
             raise AssertionError("a step was taken on an incomplete gradient")
 
-    async def _load_weights(self, request: LoadWeightsRequest, model_id: str, trainer: Trainer) -> None:
+    async def _load_weights(self, request: LoadWeightsRequest, trainer: Trainer, model: LoadedModel) -> None:
         checkpoint = await self._checkpoints.find(parse_path(request.path))
         if checkpoint is None:
             raise InvalidInput(f"{request.path} was deleted")
         directory = self._storage.path(loadable_directory(checkpoint, self._storage))
-        await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
+        await trainer.load_state(model, directory, with_optimizer=request.optimizer)
 
 
-def _log_changed_numerics(run: TrainingRun, numerics: Mapping[str, str]) -> None:
+def log_changed_numerics(run: TrainingRun, numerics: Mapping[str, str]) -> None:
+    """Warn where settings and versions of libraries have changed since the run was made."""
     before = run.computed_with or numerics
     changed = [
         f"{name} was {before.get(name)}, is {value}" for name, value in numerics.items() if before.get(name) != value

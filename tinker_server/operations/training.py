@@ -42,8 +42,8 @@ class Training:
 
     async def forward_backward(self, model: Model, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Compute log probabilities, and with `backward` add the gradient to the model's."""
-        run, trainer = await model.loaded()
-        output = await trainer.forward_backward(model.id, batch, backward=backward)
+        run, trainer, loaded = await model.loaded()
+        output = await trainer.forward_backward(loaded, batch, backward=backward)
         # Every position of every datum; images as many as they are expanded to.
         tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
         self._stores.usage.count("training", run.owner, run.session_id, run.base_model, tokens)
@@ -52,14 +52,14 @@ class Training:
 
     async def optim_step(self, model: Model, request: OptimStepRequest) -> OptimStepResponse:
         """Apply the gradient, then clear it."""
-        _, trainer = await model.loaded()
+        _, trainer, loaded = await model.loaded()
         if request.optimizer_params is not None:
             # As with every step that its user is to blame for, the gradient is cleared.
-            await trainer.mark_incomplete(model.id)
+            await trainer.mark_incomplete(loaded)
             with contextlib.suppress(InvalidInput):
-                await trainer.optim_step(model.id, AdamParams())
+                await trainer.optim_step(loaded, AdamParams())
             raise Unsupported("optimizer_params is not supported: models here have adamw; send adam_params")
-        return await trainer.optim_step(model.id, request.adam_params or AdamParams())
+        return await trainer.optim_step(loaded, request.adam_params or AdamParams())
 
     async def create_model(self, model: Model, request: CreateModelRequest, owner: str) -> CreateModelResponse:
         """Make a fresh model."""
@@ -91,14 +91,14 @@ class Training:
         self._stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
         directory = self._stores.storage.path(loadable_directory(checkpoint, self._stores.storage))
         if request.model_id is not None:
-            run, trainer = await model.loaded()
+            run, trainer, loaded = await model.loaded()
             if run.base_model != checkpoint.base_model:
                 raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {run.base_model}")
             if run.trainable.full != checkpoint.trainable.full:
                 kinds = ("a LoRA adapter", "a model that trains all weights")
                 kind, own = kinds[checkpoint.trainable.full], kinds[run.trainable.full]
                 raise Unsupported(f"{request.path} is of {kind}, and {model.id} is {own}")
-            await trainer.load_state(model.id, directory, with_optimizer=request.optimizer)
+            await trainer.load_state(loaded, directory, with_optimizer=request.optimizer)
         else:
             optimizer = request.optimizer_config or OptimizerConfig()
             base = self._stores.bases.base(checkpoint.base_model).info

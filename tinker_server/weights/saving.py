@@ -18,7 +18,7 @@ from api_schemas.weights import (
     TinkerPath,
     check_name,
 )
-from backends.protocol import SavedForm, Trainer
+from backends.protocol import SavedForm
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
 from tinker_server.models.model import Model
 from tinker_server.offload import on_files
@@ -65,9 +65,9 @@ class Saving:
         if (made := await self._made_before(request)) is not None:
             return SaveWeightsForSamplerResponse(sampling_session_id=made)
         async with self._stores.storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
-            run, trainer = await model.loaded()
+            run, trainer, loaded = await model.loaded()
             await self._stores.holdings.require_room(run.owner)
-            await trainer.save(run.model_id, self._stores.storage.path(directory), "sampler")
+            await trainer.save(loaded, self._stores.storage.path(directory), "sampler")
             async with self._stores.holdings.weights(run.owner, directory) as size_bytes:
                 await self._publish(run, directory)
                 session_id = ids.sampling_session_id(run.session_id, request.sampling_session_seq_id or 0)
@@ -142,13 +142,15 @@ class Saving:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         replaced = None if first is None else first.directory
         async with self._stores.storage.writing(path.run_id, path.kind, path.name) as directory:
-            run, trainer = await model.loaded()
+            run, trainer, loaded = await model.loaded()
             await self._stores.holdings.require_room(run.owner, replaced=replaced)
             if kind == "external_weights":
-                await _export(trainer, run, self._stores.storage.path(directory), recipients)
+                target = self._stores.storage.path(directory)
+                await trainer.save(loaded, target if run.trainable.full else target / export.PEFT, "export")
+                await _finish_export(run, target, recipients)
             else:
                 form: SavedForm = "state" if kind == "weights" else "export"
-                await trainer.save(run.model_id, self._stores.storage.path(directory), form)
+                await trainer.save(loaded, self._stores.storage.path(directory), form)
             async with self._stores.holdings.weights(run.owner, directory, replaced) as size_bytes:
                 await self._stores.storage.flush(directory)
                 if kind == "sampler_weights":
@@ -167,12 +169,11 @@ class Saving:
         return checkpoint
 
 
-async def _export(trainer: Trainer, run: TrainingRun, directory: Path, recipients: Sequence[Recipient]) -> None:
-    """Write a whole model as it is, or an adapter in the tinker tools' form with PEFT's form in a subdirectory.
+async def _finish_export(run: TrainingRun, directory: Path, recipients: Sequence[Recipient]) -> None:
+    """Add an adapter in the tinker tools' form to PEFT's in its subdirectory; leave a whole model as it is.
 
     The files are encrypted if there are recipients.
     """
-    await trainer.save(run.model_id, directory if run.trainable.full else directory / export.PEFT, "export")
     if not run.trainable.full:
         await on_files(run.owner, export.write_tinker_form, directory / export.PEFT, directory)
     if recipients:

@@ -135,12 +135,12 @@ class Uploads:
         async with stores.storage.writing(*path) as directory:
             target = stores.storage.path(directory)
             async with stores.holdings.model(run.owner, run.model_id):
-                await base.trainer.create_model(run.model_id, run.trainable, run.owner)
+                model = await base.trainer.create_model(run.model_id, run.trainable, run.owner)
                 try:
-                    await base.trainer.load_state(run.model_id, source, with_optimizer=False)
-                    await base.trainer.save(run.model_id, target / export.PEFT, "export")
+                    await base.trainer.load_state(model, source, with_optimizer=False)
+                    await base.trainer.save(model, target / export.PEFT, "export")
                 finally:
-                    await base.trainer.delete_model(run.model_id)
+                    await base.trainer.delete_model(model)
             await on_files(run.owner, export.write_tinker_form, target / export.PEFT, target)
             async with stores.holdings.weights(run.owner, directory) as size_bytes:
                 await stores.storage.flush(directory)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from api_schemas.training import AdamParams, UnloadModelRequest
+from backends.protocol import LoadedModel
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.store.futures.records import UNLOAD_SUFFIX
@@ -32,7 +33,7 @@ async def test_a_request_waits_for_the_operation_that_runs_and_goes_before_those
         waiting = await client.forward_backward(2)
         suspending = asyncio.create_task(client.services.scheduler.suspend(client.model_id))
         await asyncio.sleep(0.05)
-        assert not suspending.done() and client.trainer.state(client.model_id) is not None
+        assert not suspending.done() and client.model_id in client.trainer.steps
         client.trainer.gates["hold"].set()
         await suspending
         for request_id in (running, waiting):
@@ -65,7 +66,7 @@ async def test_an_unload_comes_behind_all_that_waits(tmp_path: Path) -> None:
         client.trainer.gates["hold"].set()
         for request_id in (running, waiting, unloading):
             assert not (await client.result(request_id)).failed
-        assert client.trainer.state(client.model_id) is None
+        assert client.model_id not in client.trainer.steps
 
 
 async def test_an_unload_that_waits_when_the_server_stops_takes_no_model_from_the_operations_before_it(
@@ -86,7 +87,7 @@ async def test_a_restoration_that_nobody_waits_for_does_not_delay_a_stop(
 ) -> None:
     begun = asyncio.Event()
 
-    async def endless(trainer: FakeTrainer, model_id: str, adam: AdamParams) -> None:
+    async def endless(trainer: FakeTrainer, model: LoadedModel, adam: AdamParams) -> None:
         begun.set()
         await asyncio.Event().wait()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from api_schemas.sampling import SampleResponse
-from backends.protocol import EncodedBatch, SamplingTask
+from backends.protocol import EncodedBatch, LoadedModel, SamplingTask
 from tests.fakes import FakeSampler, FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.errors import Superseded
@@ -28,10 +28,10 @@ class Deaths:
         self.is_deadly = True
         forward_backward, sample = FakeTrainer.forward_backward, FakeSampler.sample
 
-        async def halting(trainer: FakeTrainer, model_id: str, batch: EncodedBatch, *, backward: bool) -> object:
+        async def halting(trainer: FakeTrainer, model: LoadedModel, batch: EncodedBatch, *, backward: bool) -> object:
             if DEADLY.encode() in batch.body:
-                await self.halt(model_id)
-            return await forward_backward(trainer, model_id, batch, backward=backward)
+                await self.halt(model.model_id)
+            return await forward_backward(trainer, model, batch, backward=backward)
 
         async def halting_sample(sampler: FakeSampler, task: SamplingTask) -> SampleResponse:
             await self.halt("sample")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, LoadedModel
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.errors import DatabaseUnavailable
@@ -176,15 +176,15 @@ async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker
     """A trainer's command runs to its end, and idle models wait behind it. The children's second is not in here."""
     ended = asyncio.Event()
 
-    async def stubborn(self: FakeTrainer, model_id: str, batch: object, *, backward: bool) -> None:
-        async with self.queue.grant("", model_id):
-            self.begun[model_id] += 1
+    async def stubborn(self: FakeTrainer, model: LoadedModel, batch: object, *, backward: bool) -> None:
+        async with self.queue.grant("", model.model_id):
+            self.begin(model)
             while not ended.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
                     await ended.wait()
 
-    async def behind(self: FakeTrainer, model_id: str, directory: Path) -> None:
-        async with self.queue.grant("", model_id):
+    async def behind(self: FakeTrainer, model: LoadedModel, directory: Path) -> None:
+        async with self.queue.grant("", model.model_id):
             pytest.fail("it is not granted")
 
     async with server_with_model(tmp_path, drain_s=Settings(data_dir=tmp_path).drain_s) as client:
@@ -319,7 +319,7 @@ async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, m
         client.services.scheduler.actor(client.model_id).model.log.must_end = True
         for number in range(1, 4):
             assert not (await client.result(await client.forward_backward(number))).failed
-        client.trainer.steps.clear()
+        client.trainer.lose(client.model_id)
         assert not (await client.result(await client.optim_step(4))).failed
         assert client.trainer.applied == [(client.model_id, [1, 1, 1])]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from api_schemas.training import AdamParams
-from backends.protocol import EncodedBatch, ProcessDied
+from backends.protocol import EncodedBatch, LoadedModel, ProcessDied
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 
@@ -32,14 +32,14 @@ class Lives:
         forward_backward, optim_step = FakeTrainer.forward_backward, FakeTrainer.optim_step
 
         async def short_forward_backward(
-            trainer: FakeTrainer, model_id: str, batch: EncodedBatch, *, backward: bool
+            trainer: FakeTrainer, model: LoadedModel, batch: EncodedBatch, *, backward: bool
         ) -> object:
             await self._live(trainer)
-            return await forward_backward(trainer, model_id, batch, backward=backward)
+            return await forward_backward(trainer, model, batch, backward=backward)
 
-        async def short_step(trainer: FakeTrainer, model_id: str, adam: AdamParams) -> object:
+        async def short_step(trainer: FakeTrainer, model: LoadedModel, adam: AdamParams) -> object:
             await self._live(trainer)
-            return await optim_step(trainer, model_id, adam)
+            return await optim_step(trainer, model, adam)
 
         monkeypatch.setattr(FakeTrainer, "forward_backward", short_forward_backward)
         monkeypatch.setattr(FakeTrainer, "optim_step", short_step)
@@ -180,13 +180,13 @@ async def test_snapshots_are_taken_as_often_as_their_cost_allows(
     either, after one that took 0.4 s."""
     optim_step, snapshot = FakeTrainer.optim_step, FakeTrainer.snapshot
 
-    async def long_step(trainer: FakeTrainer, model_id: str, adam: AdamParams) -> object:
+    async def long_step(trainer: FakeTrainer, model: LoadedModel, adam: AdamParams) -> object:
         await asyncio.sleep(0.5)
-        return await optim_step(trainer, model_id, adam)
+        return await optim_step(trainer, model, adam)
 
-    async def slow_snapshot(trainer: FakeTrainer, model_id: str, directory: Path) -> Awaitable[None]:
+    async def slow_snapshot(trainer: FakeTrainer, model: LoadedModel, directory: Path) -> Awaitable[None]:
         await asyncio.sleep(0.4 if slow == "copying" else 0)
-        written = await snapshot(trainer, model_id, directory)
+        written = await snapshot(trainer, model, directory)
 
         async def write() -> None:
             await asyncio.sleep(0.4 if slow == "writing" else 0)

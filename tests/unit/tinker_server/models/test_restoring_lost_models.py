@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from api_schemas.training import Trainable
-from backends.protocol import ModelLost
+from backends.protocol import LoadedModel, ModelLost
 from tests.submitting import Client, server
 from tests.waiting import until
 
@@ -47,13 +47,13 @@ async def test_a_model_under_whose_restoration_the_trainer_ends_twice_waits_for_
         first, second = await two_models(client)
         create, tries = client.trainer.create_model, 0
 
-        async def deadly(model_id: str, lora: Trainable, owner: str, snapshot: Path | None) -> None:
+        async def deadly(model_id: str, lora: Trainable, owner: str, snapshot: Path | None) -> LoadedModel:
             nonlocal tries
             if model_id == first:
                 tries += 1
                 await client.trainer.die()
                 raise ModelLost("the trainer ended")
-            await create(model_id, lora, owner, snapshot)
+            return await create(model_id, lora, owner, snapshot)
 
         monkeypatch.setattr(client.trainer, "create_model", deadly)
         await client.trainer.die()

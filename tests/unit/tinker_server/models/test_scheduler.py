@@ -215,7 +215,7 @@ async def test_inflight_weights_have_no_name(client: Client) -> None:
 async def test_a_model_that_its_trainer_lost_is_restored_with_all_that_was_done_to_it(client: Client) -> None:
     await client.result(await client.optim_step(1))
     await client.result(await client.forward_backward(2))
-    client.trainer.steps.clear()
+    client.trainer.lose(client.model_id)
     result = await client.result(await client.optim_step(3))
     assert json.loads(result.body)["metrics"]["step"] == 2
     assert client.trainer.applied[-1] == (client.model_id, [1])

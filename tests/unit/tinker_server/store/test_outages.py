@@ -13,7 +13,7 @@ import pytest
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
 from api_schemas.training import Trainable
 from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
-from backends.protocol import SavedForm
+from backends.protocol import LoadedModel, SavedForm
 from tests.fakes import FakeBackend
 from tinker_server.accounts import Records
 from tinker_server.errors import DatabaseUnavailable, SessionFinished
@@ -176,8 +176,8 @@ async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named:
     trainer, lock = house.backend.tiny.trainer, contextlib.ExitStack()
     save = trainer.save
 
-    async def locking(model_id: str, directory: Path, form: SavedForm) -> None:
-        await save(model_id, directory, form)
+    async def locking(model: LoadedModel, directory: Path, form: SavedForm) -> None:
+        await save(model, directory, form)
         lock.enter_context(house.locked())
 
     trainer.save = locking  # type: ignore[method-assign]
