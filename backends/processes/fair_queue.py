@@ -1,4 +1,4 @@
-"""Grants what can serve few at once: to owners in turn, within an owner to keys in turn, within a key by arrival."""
+"""Fair queue: round-robin over owners, then over the keys of an owner, then first in, first out."""
 
 import asyncio
 import itertools
@@ -47,24 +47,19 @@ class FairQueue:
 
         def shrink(enough: int) -> None:
             nonlocal size
-            self._free += max(0, size - enough)
-            size = min(size, enough)
-            self._admit()
+            released, size = max(0, size - enough), min(size, enough)
+            self._free += released
+            if self._queues:
+                self._admit()
 
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue = self._queues.setdefault((owner, key), _Queue(owner, key))
-        queue.waiting.append((granted, size))
-        self._admit()
+        if size <= self._free and not self._queues and not self._prioritized:
+            self._take(owner, key, size)  # as it would in a queue of its own
+        else:
+            await self._wait(owner, key, size)
         try:
-            await granted
             yield shrink
         finally:
-            if granted.done() and not granted.cancelled():
-                self._free += size
-                self._ended_s = time.monotonic()
-            else:
-                self._leave(queue, granted)
-            self._admit()
+            self._release(size)
 
     @contextmanager
     def prioritize(self, owner: str, key: str) -> Iterator[None]:
@@ -75,8 +70,7 @@ class FairQueue:
             yield
         finally:
             self._prioritized.discard((owner, key))
-            self._ended_s = time.monotonic()
-            self._admit()
+            self._release(0)
 
     @property
     def idle_s(self) -> float:
@@ -89,6 +83,28 @@ class FairQueue:
         """Return a value that is least for whoever is next."""
         is_later = (owner, key) not in self._prioritized
         return is_later, self._served.get((owner,), 0), self._served.get((owner, key), 0)
+
+    async def _wait(self, owner: str, key: str, size: int) -> None:
+        """Wait for a grant, behind all who are next."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue = self._queues.setdefault((owner, key), _Queue(owner, key))
+        queue.waiting.append((granted, size))
+        self._admit()
+        try:
+            await granted
+        except BaseException:
+            if granted.done() and not granted.cancelled():
+                self._release(size)
+            else:
+                self._leave(queue, granted)
+                self._admit()
+            raise
+
+    def _release(self, size: int) -> None:
+        self._free += size
+        self._ended_s = time.monotonic()
+        if self._queues:
+            self._admit()
 
     def _leave(self, queue: _Queue, granted: asyncio.Future[None]) -> None:
         """Remove a request that ends before its grant."""
@@ -107,8 +123,7 @@ class FairQueue:
             self._remove_if_empty(queue)
             if granted.cancelled():
                 continue
-            self._free -= size
-            self._record(queue)
+            self._take(queue.owner, queue.key, size)
             granted.set_result(None)
 
     def _next(self) -> _Queue | None:
@@ -121,9 +136,10 @@ class FairQueue:
         if not queue.waiting:
             self._queues.pop((queue.owner, queue.key), None)
 
-    def _record(self, queue: _Queue) -> None:
+    def _take(self, owner: str, key: str, size: int) -> None:
+        self._free -= size
         number = next(self._count)
-        for name in ((queue.owner,), (queue.owner, queue.key)):
+        for name in ((owner,), (owner, key)):
             self._served.pop(name, None)  # so that the oldest come first
             self._served[name] = number
         while len(self._served) > REMEMBERED:

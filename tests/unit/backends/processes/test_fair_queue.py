@@ -83,3 +83,53 @@ async def test_it_is_idle_for_as_long_as_nothing_was_granted_or_waited_or_had_pr
     with queue.prioritize("a", "0"):
         assert queue.idle_s == 0
     assert 0 < queue.idle_s < before_s
+
+
+async def test_grants_of_a_free_queue_count_when_several_wait_later() -> None:
+    queue, granted = FairQueue(), list[str]()
+
+    async def work(owner: str) -> None:
+        async with queue.grant(owner, "0"):
+            granted.append(owner)
+
+    await work("a")
+    await work("b")
+    async with queue.grant("c", "0"):
+        waiting = [asyncio.create_task(work(owner)) for owner in ("b", "a")]
+        await asyncio.sleep(0)
+    await asyncio.gather(*waiting)
+    assert granted == ["a", "b", "a", "b"]
+
+
+async def test_a_small_request_waits_behind_a_large_one_though_there_is_room_for_it() -> None:
+    queue, granted = FairQueue(4), list[str]()
+
+    async def work(owner: str, size: int) -> None:
+        async with queue.grant(owner, "0", size):
+            granted.append(owner)
+
+    async with queue.grant("a", "0", 3) as shrink:
+        waiting = [asyncio.create_task(work("large", 3)), asyncio.create_task(work("small", 1))]
+        await asyncio.sleep(0)
+        assert granted == []
+        shrink(1)
+        await asyncio.sleep(0.01)
+        assert granted == ["large", "small"]
+    await asyncio.gather(*waiting)
+
+
+async def test_a_request_that_is_cancelled_at_its_grant_gives_it_back() -> None:
+    queue, held = FairQueue(), asyncio.Event()
+
+    async def work() -> None:
+        async with queue.grant("b", "0"):
+            held.set()
+
+    async with queue.grant("a", "0"):
+        waiting = asyncio.create_task(work())
+        await asyncio.sleep(0)
+    waiting.cancel()  # it is granted, and has not gone on
+    await asyncio.wait([waiting])
+    assert not held.is_set()
+    async with asyncio.timeout(5), queue.grant("a", "0"):
+        pass
