@@ -179,7 +179,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             on_signal(lambda: server.handle_exit(signal.SIGINT, None))
             await server.serve(sockets=[listener])
             log.info("stopping")
-            app.state.services.storage.require_lease()  # raises if a lost lease, not a signal, stopped it
+            app.state.services.storage.lease.require()  # raises if a lost lease, not a signal, stopped it
         log.info("stopped")
 
 

@@ -293,7 +293,7 @@ class Model:
         if self._trainer is None:
             self._trainer = self._stores.bases.base(run.base_model).trainer
         note(base_model=run.base_model)
-        self._stores.storage.require_lease()
+        self._stores.storage.lease.require()
         return self._trainer
 
     async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:

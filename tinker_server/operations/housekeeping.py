@@ -157,7 +157,7 @@ class Housekeeper:
 
     async def save_samples(self) -> None:
         """Write the latest samples to disk, as far as it has room. Raises Superseded."""
-        self._stores.storage.require_lease()
+        self._stores.storage.lease.require()
         try:
             await asyncio.to_thread(self._stores.sample_files.save, self._stores.gallery.all())
         except OSError as error:

@@ -106,7 +106,10 @@ class Database:
         self._write = async_sessionmaker(self._writing, expire_on_commit=False)
         self._write_lock = asyncio.Lock()
         self._rolling_back: set[asyncio.Task[None]] = set()
-        self._lease: Lease | None = None
+        self.lease = Lease()
+        """The right to write, which is never lost outside `sole_use`."""
+        self._is_sole = False
+        """True from the beginning of `sole_use`."""
         self._lists = Accounts(LISTS_OF_OWNER, LISTS_OF_ALL, _NO_SHARE)
         self._reads, self._writes = Outage("reads"), Outage("writes")
 
@@ -141,8 +144,7 @@ class Database:
     async def _transaction(self, begun: AbstractAsyncContextManager[S]) -> AsyncIterator[S]:
         with self._outages(self._writes):
             async with self._write_lock, begun as transaction:
-                if self._lease is not None:
-                    await self._lease.require_in(transaction)
+                await self.lease.require_in(transaction)
                 yield transaction
 
     async def look(self, work: Callable[[AsyncSession], Awaitable[T]]) -> T:
@@ -214,7 +216,7 @@ class Database:
             if self._engine.dialect.name == "sqlite" and self._engine.url.database:
                 await asyncio.to_thread(Path(self._engine.url.database).parent.mkdir, parents=True, exist_ok=True)
             async with self._engine.begin() as connection:
-                await connection.run_sync(_upgrade, revision, self._lease)
+                await connection.run_sync(_upgrade, revision, self.lease if self._is_sole else None)
         except CommandError as error:
             raise StartFailed(
                 f"the database {self._shown()} was made by a newer version of this server, or by something else:"
@@ -229,18 +231,9 @@ class Database:
     @asynccontextmanager
     async def sole_use(self) -> AsyncIterator[None]:
         """Keep other servers out of the database while the block runs. Raises StartFailed."""
-        async with sole_use(self._engine, self._unavailable, on_silent=self._connections.abort) as self._lease:
+        async with sole_use(self._engine, self._unavailable, self.lease, on_silent=self._connections.abort):
+            self._is_sole = True
             yield
-
-    @property
-    def is_superseded(self) -> bool:
-        """Return whether another server is known to have taken the database."""
-        return self._lease is not None and self._lease.is_lost
-
-    def require_lease(self) -> None:
-        """Raise Superseded if another server has the database. Called before files are changed."""
-        if self._lease is not None:
-            self._lease.require()
 
     async def shrink(self) -> None:
         """Free disk space that deleted rows held, a part at a time. PostgreSQL does it by itself."""

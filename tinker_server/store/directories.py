@@ -62,6 +62,8 @@ class Storage:
         self._root = data_dir.resolve()
         self._archives: tuple[int, dict[str, int]] = (0, {})
         """The time at which the folder of archives changed last, when it was read, and what was in it."""
+        self.lease = db.lease
+        """The right to change the directories: another server that has the database has them too."""
         self._db = db
         self._writing: set[str] = set()
 
@@ -92,15 +94,6 @@ class Storage:
         finally:
             self._writing.discard(directory)
 
-    @property
-    def is_superseded(self) -> bool:
-        """Return whether another server has the database now."""
-        return self._db.is_superseded
-
-    def require_lease(self) -> None:
-        """Raise Superseded if another server has the database, and so the directories."""
-        self._db.require_lease()
-
     def path(self, directory: str) -> Path:
         """Return the path of a directory on this machine."""
         return self._root / directory
@@ -115,7 +108,7 @@ class Storage:
 
     async def delete(self, *directories: str) -> None:
         """Delete weights and their archives. Raises Superseded, and ValueError for a path not below `checkpoints`."""
-        self.require_lease()
+        self.lease.require()
         paths = [(self._below("checkpoints", directory), self.archive_of(directory)) for directory in directories]
         await asyncio.to_thread(_remove, paths)
         gone = [directory for directory in directories if not self.path(directory).exists()]
@@ -187,7 +180,7 @@ class Storage:
 
     async def delete_archives(self, before: float) -> None:
         """Delete the archives that were packed before this time; who asks again gets a new one. Raises Superseded."""
-        self.require_lease()
+        self.lease.require()
         await asyncio.to_thread(_remove_files, self._root / "archives", before)
 
     def _below(self, top: str, path: str) -> Path:

@@ -37,7 +37,7 @@ def _stop_this_server() -> None:
 class Lease:
     """This server's right to write. It ends for good when another server takes the database."""
 
-    def __init__(self, on_lost: Callable[[], None]) -> None:
+    def __init__(self, on_lost: Callable[[], None] = _stop_this_server) -> None:
         self._on_lost = on_lost
         self._epoch: int | None = None
         """None for a file's lock, which only ends with the process, and before the lease is taken."""
@@ -89,27 +89,26 @@ class Lease:
 async def sole_use(
     engine: AsyncEngine,
     unavailable: tuple[type[Exception], ...],
-    on_lost: Callable[[], None] = _stop_this_server,
+    lease: Lease,
     watch_s: float = WATCH_S,
     on_silent: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Lease]:
+) -> AsyncIterator[None]:
     """Keep other servers out of the database. Raises StartFailed if there is one.
 
-    `unavailable` are the errors of a database that does not answer. Every `watch_s` the lock is checked: `on_lost` is
-    called if another server has the database, `on_silent` if the database does not answer. `on_silent` must end all
-    connections: nothing else would, if a network loses packets silently.
+    `unavailable` are the errors of a database that does not answer. Every `watch_s` the lock is checked: the lease ends
+    if another server has the database, and `on_silent` is called if the database does not answer. `on_silent` must end
+    all connections: nothing else would, if a network loses packets silently.
     """
-    lease = Lease(on_lost)
     if engine.dialect.name == "sqlite":
         with _file_lock(engine.url.database):
-            yield lease
+            yield
         return
     lock = _AdvisoryLock(engine, unavailable, on_silent)
     try:
         await lock.take(PATIENCE_S)
         watching = asyncio.create_task(lock.watch(lease, watch_s), name="database lock")
         try:
-            yield lease
+            yield
         finally:
             watching.cancel()
             await asyncio.wait([watching])

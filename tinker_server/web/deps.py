@@ -98,7 +98,7 @@ class Services:
 
     async def drain(self) -> None:
         """Wait a while for running work, answer all held polls, and move idle models to disk."""
-        drain_s = 0 if self.storage.is_superseded else self.settings.drain_s  # results could not be stored
+        drain_s = 0 if self.storage.lease.is_lost else self.settings.drain_s  # results could not be stored
         await self.scheduler.stop(drain_s)
 
 

@@ -38,7 +38,7 @@ class Archives:
         """
         archive = self._storage.archive_of(directory)
         if not archive.exists():
-            self._storage.require_lease()
+            self._storage.lease.require()
             if directory not in self._packing:
                 packing = asyncio.create_task(self._pack(directory, archive, owner), name=f"packing of {directory}")
                 packing.add_done_callback(lambda _: self._packing.pop(directory))

@@ -69,7 +69,7 @@ class Uploads:
                     " some, or wait until their links have expired"
                 )
             await self._stores.holdings.require_room(owner, upload.max_bytes)
-            self._stores.storage.require_lease()
+            self._stores.storage.lease.require()
             self.folder.put(upload)
         return upload
 
@@ -80,7 +80,7 @@ class Uploads:
             raise BadRequest(f"{name!r} is no file of an upload; {' and '.join(FILES)} are")
         if upload.is_finished or upload_id in self._finishing:
             raise BadRequest(f"the upload {upload_id} is finished, or being finished, and takes no more files")
-        self._stores.storage.require_lease()
+        self._stores.storage.lease.require()
         return upload
 
     async def finish(self, upload_id: str, owner: str) -> TinkerPath:

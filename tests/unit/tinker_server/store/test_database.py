@@ -24,7 +24,7 @@ from tinker_server.errors import DatabaseUnavailable, StartDelayed, StartFailed,
 from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.database import Database
-from tinker_server.store.lease import sole_use
+from tinker_server.store.lease import Lease, sole_use
 
 
 @pytest.fixture
@@ -118,17 +118,17 @@ async def test_a_lock_that_was_lost_with_its_connection_is_taken_again_or_the_se
         engine, other = (create_async_engine(database_url, pool_pre_ping=True) for _ in range(2))
         for one in (engine, other):
             engines.push_async_callback(one.dispose)
-        async with sole_use(engine, (Exception,), lost.set, watch_s=0.2):
+        async with sole_use(engine, (Exception,), Lease(lost.set), watch_s=0.2):
             await end_connections(database_url)
             await asyncio.sleep(1)
             with pytest.raises(StartFailed, match="another server"):
-                async with sole_use(other, (Exception,)):
+                async with sole_use(other, (Exception,), Lease()):
                     pass
             assert not lost.is_set()
             for _ in range(10):  # its watch may be quicker than the other
                 await end_connections(database_url)
                 with contextlib.suppress(StartFailed):
-                    async with sole_use(other, (Exception,)):
+                    async with sole_use(other, (Exception,), Lease()):
                         await asyncio.wait_for(lost.wait(), 10)
                     break
             assert lost.is_set()
@@ -142,7 +142,8 @@ async def test_a_server_notices_another_that_started_and_ended_meanwhile(databas
     engine = create_async_engine(database_url)
     await first.migrate()
     lost = asyncio.Event()
-    async with sole_use(engine, (Exception,), lost.set, watch_s=0.2) as lease:
+    lease = Lease(lost.set)
+    async with sole_use(engine, (Exception,), lease, watch_s=0.2):
         async with engine.begin() as connection:
             await connection.run_sync(lease.take)
         await end_connections(database_url)
