@@ -4,6 +4,7 @@ pytest tests/contract/test_operators_commands.py
 """
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from backends.protocol import BackendFailed
 from tests.dashboard import Owner
 from tests.databases import fresh_database
 from tests.fake_server import Running
+from tests.killing import run_script
 from tinker_server.__main__ import main
 from tinker_server.auth import keys
 from tinker_server.commands import backup, databases
@@ -375,3 +377,80 @@ def test_what_a_killed_backup_left_is_removed_by_the_next_and_one_at_work_is_lef
     asyncio.run(back_up(settings, backups / "wednesday"))
     assert {one.name for one in backups.iterdir()} == {"tuesday", "wednesday", other.name}
     asyncio.run(restore(Settings(data_dir=tmp_path / "restored"), backups / "wednesday"))
+
+
+KILLED_ANYWHERE = """
+import asyncio, sys
+from pathlib import Path
+from tests.killing import kill_at_each_step
+from tinker_server.commands.backup import back_up
+from tinker_server.settings import Settings
+
+data_dir, backups = map(Path, sys.argv[1:3])
+STEPS = {"open", "os.chmod", "os.link", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir",
+    "shutil.copyfile", "shutil.rmtree", "sqlite3.connect", "fcntl.flock"}
+
+def watched(step):
+    sys.addaudithook(lambda name, _: step() if name in STEPS else None)
+
+def make(step):
+    settings = Settings(data_dir=data_dir)
+    watched(step)
+    asyncio.run(back_up(settings, backups / "monday"))
+
+def look(number):
+    "A backup that appeared is whole."
+    if (backups / "monday").exists():
+        assert (backups / "monday/backup.json").read_text() != "{}", number
+        (backups / "monday").rename(backups / f"complete-{number}")
+
+asyncio.run(back_up(Settings(data_dir=data_dir), backups / "first"))  # all is imported
+kill_at_each_step(make, look)
+"""
+
+
+def test_a_backup_that_is_killed_anywhere_loses_nothing_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    server = Running(tmp_path / "data")
+    model_id = server.model()
+    for number in range(2):
+        saved(server, model_id, number + 1, f"at-{number}")
+    server.stop()
+    keys.add(tmp_path / "data/keys", "alice")
+    before = contents(tmp_path / "data")
+    num_kills = run_script(KILLED_ANYWHERE, tmp_path / "data", tmp_path / "backups")
+    assert num_kills > 50
+    assert contents(tmp_path / "data") == before
+    left = [one for one in (tmp_path / "backups").glob(".*") if any(one.iterdir())]
+    assert not left, "the last backup removes what the killed ones left"
+    for number, made in enumerate(sorted((tmp_path / "backups").glob("[!.]*"))):
+        asyncio.run(restore(Settings(data_dir=tmp_path / f"restored-{number}"), made))
+        assert contents(tmp_path / f"restored-{number}") == before, made
+
+
+def contents(data_dir: Path) -> dict[str, object]:
+    """Return the bytes of each file that a backup has, and the rows of the database."""
+    with contextlib.closing(sqlite3.connect(data_dir / "tinker-server.db")) as db:
+        rows = list(db.iterdump())
+    files = [data_dir / "keys", *data_dir.glob("checkpoints/*/*/*/*")]
+    return {str(one.relative_to(data_dir)): one.read_bytes() for one in files if one.is_file()} | {"rows": rows}
+
+
+FULL_DISK = """
+import resource, sys
+from tinker_server.__main__ import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+sys.exit(main())
+"""
+"""A command on a disk that takes no more of a file than the first bytes."""
+
+
+def test_a_restore_that_ends_half_way_leaves_no_part_of_a_database(tmp_path: Path) -> None:
+    Running(tmp_path / "data").stop()
+    asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+    arguments = ["restore", "--data-dir", tmp_path / "restored", tmp_path / "backup"]
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "tinker-server: the backup cannot be restored: [Errno 27] File too large" in ended.stderr
+    assert not [one for one in (tmp_path / "restored").iterdir() if "tinker-server.db" in one.name]

@@ -11,6 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from backends.files import written_aside
 from tinker_server.errors import StartFailed
 
 FILES = {"sqlite": "tinker-server.db", "postgresql": "database.dump"}
@@ -40,7 +41,7 @@ async def restore(database_url: str | URL, source: Path) -> None:
     """Restore a copy into an empty database. Raises StartFailed."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":
-        await asyncio.to_thread(shutil.copy2, source, str(url.database))
+        await asyncio.to_thread(_place, source, Path(str(url.database)))
         return
     engine = create_async_engine(url)
     try:
@@ -53,6 +54,12 @@ async def restore(database_url: str | URL, source: Path) -> None:
     if tables:
         raise StartFailed(f"the database {url.database} has tables already: restore into an empty one")
     await _run("pg_restore", url, "--no-owner", "--exit-on-error", "--single-transaction", str(source))
+
+
+def _place(source: Path, path: Path) -> None:
+    """Copy a file, which is there whole or not at all: a server would begin with a part of a database."""
+    with written_aside(path) as aside:
+        shutil.copy2(source, aside)
 
 
 def _copy_sqlite(path: Path, target: Path) -> set[str]:
