@@ -1,5 +1,6 @@
 """Migrations keep all values of rows of older schemas, on every database."""
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from sqlalchemy import text
 
 from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
+from tests.killing import run_script
 from tinker_server.store.catalog import Catalog, Page, Scope
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
@@ -81,9 +83,33 @@ async def insert(db: Database, table: str, row: dict[str, Any]) -> None:
         await session.execute(text(f"INSERT INTO {table} ({names}) VALUES ({values})"), row)
 
 
+KILLED = """
+import asyncio, sys
+from sqlalchemy import Engine, event, text
+from tests.killing import kill_at_each_step
+from tinker_server.store.database import Database
+
+def migrate(step):
+    event.listen(Engine, "before_cursor_execute", step)
+    event.listen(Engine, "commit", step)
+    asyncio.run(Database(sys.argv[1]).migrate())
+
+async def look(number):
+    db = Database(sys.argv[1])
+    async with db.read() as session:
+        version = await session.scalar(text("SELECT version_num FROM alembic_version"))
+        assert version == "0003", f"killed before statement {number}, it has the schema {version}"
+        if sys.argv[1].startswith("sqlite"):
+            assert await session.scalar(text("PRAGMA integrity_check")) == "ok"
+    await db.close()
+
+kill_at_each_step(migrate, lambda number: asyncio.run(look(number)), every=7)
+"""
+
+
 @pytest.fixture
-async def migrated(database_url: str) -> AsyncIterator[Database]:
-    """A database with rows of the third schema, migrated to the newest."""
+async def old(database_url: str) -> AsyncIterator[Database]:
+    """A database with rows of the third schema."""
     db = Database(database_url)
     await db.migrate("0003")
     await insert(db, "sessions", SESSION)
@@ -95,9 +121,23 @@ async def migrated(database_url: str) -> AsyncIterator[Database]:
         await insert(db, "usage", usage)
     drawn = {"hour": 3600, "kind": "sampled", "session_id": NO_SESSION, "base_model": "tiny", "amount": 7}
     await insert(db, "usage", drawn)
-    await db.migrate()
     yield db
     await db.close()
+
+
+@pytest.fixture
+async def migrated(old: Database) -> Database:
+    """Return it after the migration to the newest schema."""
+    await old.migrate()
+    return old
+
+
+@pytest.mark.slow
+async def test_a_migration_that_is_killed_at_any_statement_changes_nothing(old: Database, database_url: str) -> None:
+    assert await asyncio.to_thread(run_script, KILLED, database_url) > 10
+    await old.migrate()
+    await test_the_columns_of_lora_become_one_equal_value(old)
+    await test_usage_belongs_to_the_owner_of_its_session(old)
 
 
 async def test_the_columns_of_lora_become_one_equal_value(migrated: Database) -> None:
