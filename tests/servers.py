@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,22 @@ class Server:
     """Seconds in which it has to start."""
 
     def __init__(
-        self, data_dir: Path, models: Mapping[str, Path], *arguments: str, checkout: Path | None = None, **settings: Any
+        self,
+        data_dir: Path,
+        models: Mapping[str, Path],
+        *arguments: str,
+        checkout: Path | None = None,
+        program: Sequence[str] = ("-m", "tinker_server"),
+        **settings: Any,
     ) -> None:
-        """`checkout`: of the server's source, another one than this."""
+        """`checkout`: of the server's source, another one than this. `program`: Python's arguments to run it."""
         self._checkout = checkout
         self._environment = {f"TINKER_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", "tinker_server", "serve", "--port", str(self.port)]
+        self._command = [sys.executable, *program, "serve", "--port", str(self.port)]
         self._command += ["--data-dir", str(data_dir), *arguments]
         for name, directory in models.items():
             self._command += ["--model", f"{name}={directory}"]
