@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +32,8 @@ NOTED_BYTES = 16 << 10
 """Largest size of a free-form field as JSON, since it is stored, listed and cached in memory."""
 NOTED_TOO_LARGE = "noted_too_large"
 """Type of the error for a field beyond NOTED_BYTES or MAX_TEXT."""
+UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+"""Finds what `unstorable` finds in a text."""
 SLICE = 1 << 16
 """Values handled by one call: Python's threads switch between calls into numpy or pydantic, not within one."""
 
@@ -59,10 +62,24 @@ class Request(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_stored(cls, value: object, _: ValidationInfo) -> object:
-        if isinstance(value, list) and all(set(map(type, part)) <= {int, float} for part in slices(value)):
-            return value  # perhaps a million numbers; they become an array, which has its own bounds
-        if isinstance(value, str):
-            _require_short(value)
+        # Every field of every request comes here, so that nothing is called for what is plainly right.
+        match value:
+            case str():
+                if len(value) > MAX_TEXT:
+                    _refuse_long(value)
+                if UNSTORABLE.search(value) is None:
+                    return value
+            case int() | float():
+                if -(2**63) <= value < 2**63:
+                    return value
+            case list():
+                # Perhaps a million numbers; they become an array, which has its own bounds.
+                if all(set(map(type, part)) <= {int, float} for part in slices(value)):
+                    return value
+            case dict():
+                pass
+            case _:
+                return value
         return require_storable(value)
 
 
@@ -91,14 +108,13 @@ def _few_entries(value: object, count: int) -> object:
         if len(value) > count:
             text = "has {number} entries; at most {count} are allowed"
             raise PydanticCustomError("too_many_entries", text, {"number": len(value), "count": count})
-        for name in value:
-            _require_short(name)
+        if max(map(len, value), default=0) > MAX_TEXT:
+            _refuse_long(next(name for name in value if len(name) > MAX_TEXT))
     return value
 
 
-def _require_short(text: str) -> None:
-    if (problem := too_long(text)) is not None:
-        raise PydanticCustomError(NOTED_TOO_LARGE, "{problem}", {"problem": problem})
+def _refuse_long(text: str) -> NoReturn:
+    raise PydanticCustomError(NOTED_TOO_LARGE, "{problem}", {"problem": too_long(text)})
 
 
 def too_long(text: str) -> str | None:

@@ -12,7 +12,7 @@ import zstandard
 from google.protobuf.message import DecodeError, Message
 
 from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.base import MAX_TEXT, too_long, unstorable
+from api_schemas.base import MAX_TEXT, UNSTORABLE, too_long, unstorable
 from api_schemas.inputs import (
     Datum,
     DmelChunk,
@@ -138,12 +138,12 @@ def _require_bounds(message: pb.ForwardBackwardRequest) -> None:
     config = _config(message)
     texts = [("loss_fn_config", one) for key, value in config.items() for one in (key, value) if isinstance(one, str)]
     for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn), *texts):
-        if (problem := too_long(text) or unstorable(text)) is not None:
-            raise MalformedBody(f"{name}: {problem}")
+        if len(text) > MAX_TEXT or UNSTORABLE.search(text) is not None:
+            raise MalformedBody(f"{name}: {too_long(text) or unstorable(text)}")
     for index, datum in enumerate(message.data):
         for name in datum.loss_fn_inputs:
-            if (problem := too_long(name)) is not None:
-                raise MalformedBody(f"datum {index}: a name in loss_fn_inputs {problem}")
+            if len(name) > MAX_TEXT:
+                raise MalformedBody(f"datum {index}: a name in loss_fn_inputs {too_long(name)}")
 
 
 def _input(message: pb.ForwardBackwardRequest) -> ForwardBackwardInput:

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from api_schemas.base import NOTED_TOO_LARGE, unstorable
+from api_schemas.base import NOTED_TOO_LARGE, UNSTORABLE, unstorable
 from api_schemas.wire import MalformedBody
 from backends.protocol import InvalidInput
 from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError, shortened
@@ -77,6 +77,10 @@ def install(app: FastAPI) -> None:
 
 async def storable_parameters(request: Request) -> None:
     """Refuse texts in the URL or a header that a database cannot store, as request bodies do."""
+    scope = request.scope
+    head = b"\n".join((scope["query_string"], *(value for _, value in scope["headers"])))
+    if UNSTORABLE.search(scope["path"]) is None and b"\0" not in head and b"%00" not in head:
+        return  # percent encoding gives no halves of surrogate pairs, nor does Latin-1
     for place, values in (("path", request.path_params), ("query", request.query_params), ("header", request.headers)):
         for name, value in values.items():
             if isinstance(value, str) and (problem := unstorable(value)) is not None:

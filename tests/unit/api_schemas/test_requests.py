@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ConfigDict, ValidationError, create_model
 
 import api_schemas
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
-from api_schemas.base import MAX_DEPTH, MAX_TEXT, Request
+from api_schemas.base import MAX_DEPTH, MAX_TEXT, Request, too_long, unstorable
 from api_schemas.inputs import Datum
 from api_schemas.sampling import SampleRequest, SamplingParams
 from api_schemas.service import TelemetryRequest
@@ -21,6 +23,14 @@ from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest, Sea
 from api_schemas.training import AdamParams, CreateModelRequest, ForwardBackwardInput, LoraConfig, OptimStepRequest
 from api_schemas.weights import SaveWeightsRequest
 from tests.fake_server import forward_backward_body
+
+TEXTS = st.text(st.sampled_from("a\u00e9\0\ud800\udfff"), max_size=4) | st.just("a" * (MAX_TEXT + 1))
+NUMBERS = st.integers(-(2**64), 2**64) | st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1]) | st.floats()
+VALUES = st.recursive(
+    st.none() | st.booleans() | TEXTS | NUMBERS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
 
 
 def nested(depth: int) -> Any:
@@ -58,6 +68,24 @@ def test_what_a_database_cannot_hold_is_refused_by_field(
     with pytest.raises(ValidationError) as caught:
         model.model_validate(fields)
     assert {error["loc"][0] for error in caught.value.errors()} == {place}
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(VALUES)
+def test_a_field_is_refused_for_what_a_walk_through_its_value_finds(value: object) -> None:
+    """A field that is plainly right is not walked through. Texts have a bound of their own, and a list of numbers is to
+    become an array."""
+    free = create_model("Free", __base__=Request, value=(object, None))
+    is_of_numbers = isinstance(value, list) and {*map(type, value)} <= {int, float}
+    expected = None if is_of_numbers else unstorable(value)
+    if isinstance(value, str):
+        expected = too_long(value) or expected
+    problem = None
+    try:
+        free.model_validate({"value": value})
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+    assert problem == expected
 
 
 LONG = "x" * (MAX_TEXT + 1)
