@@ -203,7 +203,7 @@ def checked_tensors(
                     require_same(name, view, layouts[name][0], files.slice(name))
                 mapped[name] = view
             else:
-                log.info("%s: %s has a copy of its own in the trainer", directory, name)
+                log.info("%s: the trainer keeps its own copy of %s", directory, name)
                 own[name] = files.tensor(name)
     return BaseTensors(mapped, own)
 
@@ -224,8 +224,8 @@ def require_same(name: str, view: Tensor, shape: Sequence[int], file: TensorInFi
         wanted, got = read.to(view.dtype).contiguous(), view[index].contiguous().cpu()
         if not torch.equal(got.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
             raise BackendFailed(
-                f"{name} is not what the files say where it is held (compared at {index or 'all of it'}): the engine"
-                " has laid it out otherwise; start with --base-copies 2"
+                f"{name}: the shared copy differs from the file at {index or 'every index'}, because the engine stores"
+                " another layout. Start with --base-copies 2"
             )
 
 

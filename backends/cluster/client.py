@@ -266,7 +266,7 @@ class Cluster:
             node.is_alive = False
             if node.is_leaving:
                 del self.nodes[offer.name]
-            log.warning("%s has %s", offer.name, "left" if node.is_leaving else "been lost: it may join again")
+            log.warning("node %s %s", offer.name, "left" if node.is_leaving else "is lost; it may join again")
             await asyncio.gather(*(use.end(node) for use in self.uses))
 
     async def _give(self, connection: Connection) -> None:

@@ -25,7 +25,7 @@ _GIB = 1 << 30
 
 
 class _Interrupted(BackendFailed):
-    """The connection ended, or a file has not arrived as it was sent."""
+    """The connection ended, or the checksum of a file does not match."""
 
 
 async def give(connection: Connection, directory: Path) -> None:
@@ -55,7 +55,7 @@ async def fetched(server: str, token: str, name: str, cache: Path) -> Path:
             if (now := await asyncio.to_thread(_size, cache)) <= before:
                 raise
             before = now
-            log.warning("%s; it goes on", error)
+            log.warning("%s; retrying", error)
         finally:
             connection.close()
 
@@ -95,7 +95,7 @@ async def _fetch_file(connection: Connection, name: str, path: Path, size: int) 
     said = await connection.receive() or {}
     if said.get("sha256") != hashed.hexdigest():
         partial.unlink()
-        raise _Interrupted(f"{name} has not arrived as it was sent")
+        raise _Interrupted(f"{name}: checksum mismatch")
     partial.rename(path)
 
 

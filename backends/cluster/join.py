@@ -40,7 +40,7 @@ async def until_answered(ask: Callable[[], Awaitable[T]], for_s: float = WAIT_S)
         except Unreachable as error:
             if time.monotonic() + pause_s > deadline:
                 raise
-            log.warning("%s; asked again in %.0f s", error, pause_s)
+            log.warning("%s; retrying in %.0f s", error, pause_s)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -63,7 +63,7 @@ async def join(own: Offer) -> None:
         except RayEnded as error:
             if time.monotonic() - began < _SOON_S:
                 raise
-            log.warning("%s; it is started again", error)
+            log.warning("%s; restarting it", error)
         finally:
             connection.close()
         await asyncio.sleep(_FIRST_PAUSE_S)
@@ -81,7 +81,7 @@ async def _belong(offer: Offer, connection: Connection) -> bool:
             if not listening.done():
                 raise RayEnded("Ray has ended")
             if not listening.result():
-                log.warning("%s is gone", offer.server)
+                log.warning("lost the connection to %s", offer.server)
             return listening.result()
         except asyncio.CancelledError:
             connection.send(leaves=True)

@@ -1,4 +1,4 @@
-"""An actor on each node of a Ray cluster that was there before the server: it does there what `join` does elsewhere.
+"""Ray actor on each node of an existing Ray cluster: the counterpart of `tinker-server join`.
 Imports no Ray."""
 
 import asyncio

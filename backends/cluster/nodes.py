@@ -91,7 +91,7 @@ class Members:
                     if await self._belong(node, name):
                         return
             except BackendFailed as error:
-                log.warning("%s; it is asked again in %.0f s", error, pause_s)
+                log.warning("%s; retrying in %.0f s", error, pause_s)
             if asyncio.get_running_loop().time() - began > _LONGEST_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
@@ -110,7 +110,7 @@ class Members:
                 reason = (
                     f"other jobs of Ray have some of its {num_gpus:.0f} GPUs" if num_gpus else "none of Ray's starts"
                 )
-                raise BackendFailed(f"the machine {name}: no process of ours runs there yet: {reason}") from None
+                raise BackendFailed(f"machine {name}: agent not running yet: {reason}") from None
             return bool(await member.belong.remote())
         finally:
             ray.kill(member)

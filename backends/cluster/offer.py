@@ -20,7 +20,7 @@ class Offer:
     models: Mapping[str, str]
     """Directories of its models, by the names that the server serves them under."""
     fingerprints: Mapping[str, str]
-    """Of the same models' files."""
+    """Fingerprint of each model's files, by name."""
     gpu_bytes: tuple[int, ...]
     """Memory of each of its GPUs."""
     environment: Mapping[str, str | None]

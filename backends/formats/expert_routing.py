@@ -87,6 +87,6 @@ def read_routing(directory: Path, name: str) -> np.ndarray | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:  # as after a power loss: these files are not durable
-        log.warning("a file of expert routing cannot be read: %s", error)
+        log.warning("cannot read a file of expert routing: %s", error)
         return None
     return experts_TLK

@@ -323,11 +323,11 @@ def _cudnn_serves(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        log.warning("cuDNN's attention is not used: %s", error)
+        log.warning("cuDNN attention disabled: %s", error)
         return False
     worst: float = max(((one - other).norm() / one.norm()).item() for one, other in zip(*found, strict=True))
     if not worst < CLOSE:
-        log.warning("cuDNN's attention is not used: it is %.3g of FlashAttention's numbers away from them", worst)
+        log.warning("cuDNN attention disabled: relative error %.3g against FlashAttention", worst)
     return worst < CLOSE
 
 

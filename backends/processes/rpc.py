@@ -145,7 +145,7 @@ class Child:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception:
-            log.exception("an answer of the %s process cannot be read; the process counts as dead", self.name)
+            log.exception("unreadable answer from %s: treating the process as dead", self.name)
         finally:
             self.died_s = time.monotonic()
             self.died.set()

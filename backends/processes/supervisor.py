@@ -127,12 +127,12 @@ class Supervisor:
         await self.end()
         pause_s = FIRST_PAUSE_S
         while True:
-            log.warning("%s is started again", self._name)
+            log.warning("restarting %s", self._name)
             try:
                 await self._start()
             except (BackendFailed, OSError) as error:
                 self.num_failed_starts += 1
-                log.error("%s does not start: %s; its work waits for %s s", self._name, error, pause_s)
+                log.error("%s failed to start, retrying in %s s: %s", self._name, pause_s, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
@@ -203,7 +203,7 @@ async def _wait_for_silence(child: Child, silence: Silence) -> None:
         if not silence.is_busy():
             since = now
         elif now - since > silence.limit_s:
-            log.error("the %s has made no progress for %.0f s and is ended", child.name, now - since)
+            log.error("ending %s: no progress for %.0f s", child.name, now - since)
             return
         else:
             with contextlib.suppress(TimeoutError, BackendFailed):

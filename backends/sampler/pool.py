@@ -239,7 +239,7 @@ class SamplerPool:
             starting.cancel()
 
     async def _choose(self, request: Request, pieces: Sequence[Piece]) -> EngineClient:
-        """Return the engine for a request. What was on a dead engine goes where its owner's others from there are."""
+        """Return the engine for a request. Requests of one owner that survived an engine move together."""
         if not self._is_several:
             return self.engines[0]
         found = await self._open()
@@ -298,7 +298,7 @@ async def _start_attached(engine: EngineClient, on_loading: OnLoading) -> None:
     try:
         await engine.start(on_loading)
     except (BackendFailed, OSError) as error:
-        log.error("%s does not start: %s", engine.name, error)
+        log.error("%s failed to start: %s", engine.name, error)
         if not engine.is_gone:
             await engine.running()
 

@@ -73,13 +73,13 @@ class SlotCheck:
         self._wrong.pop(lora_id, None)
         if not (wrong := self._differing(lora_id)):
             return True
-        log.warning("slot of adapter %d: %d modules were filled wrongly and are filled again", lora_id, len(wrong))
+        log.warning("slot of adapter %d: refilling %d modules with wrong values", lora_id, len(wrong))
         self._manager.deactivate_adapter(lora_id)
         fill(lora_id)
         if wrong := self._differing(lora_id):
             self._wrong[lora_id] = wrong
             self._spoil(lora_id, wrong)
-            log.error("slot of adapter %d: other values than its files in %s", lora_id, ", ".join(wrong[:_MAX_NAMES]))
+            log.error("slot of adapter %d: values differ from its files in %s", lora_id, ", ".join(wrong[:_MAX_NAMES]))
         return True
 
     def _differing(self, lora_id: int) -> list[str]:

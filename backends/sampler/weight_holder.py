@@ -78,7 +78,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}
         for name in found.keys() - self._views.keys():
             log.warning(
-                "%s: %s is not laid out as it was loaded: the trainer has its own copy", self._spec.directory, name
+                "%s: %s has another layout than its file: the trainer keeps its own copy", self._spec.directory, name
             )
 
     @property
@@ -183,7 +183,7 @@ class Process:
         try:
             holder.serve_forever(ready.set)
         finally:
-            log.exception("%s are no longer served", holder._socket)
+            log.exception("stopped serving %s", holder._socket)
             sys.stderr.flush()
             os._exit(1)  # the server then notices
 

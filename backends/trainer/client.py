@@ -350,7 +350,7 @@ class TrainerClient:
 
     async def _end(self) -> None:
         if self._models:
-            log.error("%s: the trainer has ended; its models must be loaded again", self._spec.name)
+            log.error("%s: trainer ended; its models must be restored", self._spec.name)
         for model_id in list(self._models):
             self._release(model_id)
         for request in self._requests.values():
@@ -369,7 +369,7 @@ class TrainerClient:
         except (ChildDied, ChildBroke) as error:
             if len(ranks) == 1 and not isinstance(error, ChildDied):
                 raise
-            log.error("%s: the trainer is ended: %s", self._spec.name, error)
+            log.error("%s: ending the trainer: %s", self._spec.name, error)
             if machine := await self._replicas.ended():  # by no fault of the operation, or not for sure
                 await self._end()
                 raise ModelLost(f"the trainer has ended with its ranks on {machine}") from error

@@ -60,7 +60,7 @@ class TrainerRank:
         self._by_use: dict[TrainedModel, None] = {}
         """All of them, the least recently used first."""
         self._offloaded: set[TrainedModel] = set()
-        """Those in the main memory: the device had no room for them beside others."""
+        """Models offloaded to host memory."""
         self._requests: dict[int, BatchRequest] = {}
         """The forward_backwards in flight, by number."""
 
@@ -142,7 +142,7 @@ class TrainerRank:
         if not all(gather_objects(free_main_bytes() > needed, self._world)):
             return
         self._keep_waiting(files_s(model.size_bytes))
-        log.info("a model of %.1f GiB moves to the main memory, to make room", model.training_bytes / GIB)
+        log.info("offloading a model of %.1f GiB to host memory", model.training_bytes / GIB)
         self._offloaded.add(model)  # first: if a part of it cannot move, it comes back as a whole
         model.move(torch.device("cpu"))
 

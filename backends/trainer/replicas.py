@@ -147,4 +147,4 @@ class Replicas:
 
     def _set_aside(self, replica: Replica, why: str) -> None:
         replica.aside_until_s = time.monotonic() + ASIDE_S
-        log.error("%s: %s is not used for training for %.0f s: %s", self._spec.name, replica.machine, ASIDE_S, why)
+        log.error("%s: not training on %s for %.0f s: %s", self._spec.name, replica.machine, ASIDE_S, why)

@@ -23,7 +23,7 @@ def read(data_dir: Path) -> dict[str, float]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        log.warning("the uses of keys in %s cannot be read, and begin anew: %s", data_dir / _FILE, error)
+        log.warning("cannot read the key uses in %s, starting empty: %s", data_dir / _FILE, error)
         return {}
 
 
@@ -45,6 +45,6 @@ class KeyUses:
         try:
             await asyncio.to_thread(write_private, self._path, json.dumps(uses).encode())
         except OSError as error:  # a failure to record a use must not stop the server
-            log.warning("the uses of keys are not written: %s", error)
+            log.warning("cannot write the key uses: %s", error)
             return
         self._written = uses

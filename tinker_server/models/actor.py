@@ -36,7 +36,7 @@ class Actor:
         self._unloads: deque[Operation] = deque()
         self._running: Operation | None = None
         self._latest_work = 0
-        """The trainer's for this model, when the running operation was taken."""
+        """`LoadedModel.latest_work` at the start of the running operation."""
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False

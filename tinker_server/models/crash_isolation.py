@@ -71,4 +71,4 @@ class LeftOperations:
             except Superseded:
                 raise  # for good
             except DatabaseUnavailable:
-                log.warning("what was left unfinished waits for the database")
+                log.warning("unfinished operations of the last server wait for the database")

@@ -4,6 +4,7 @@ An operation runs again, a few times, where a server or a process died under it,
 """
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,10 +18,9 @@ from tinker_server.store.futures.records import Accepted, Operation, Result
 from tinker_server.store.futures.store import FutureStore
 
 log = logging.getLogger(__name__)
-MAX_OUTAGES = 4
-"""Times that the database gave an operation no answer, each after the half minute for which one is waited."""
-MAX_DEATHS, MAX_RESTORATIONS = 2, 5
-"""An operation under which the trainer died so often fails alone; so does one whose model so often was not restored."""
+MAX_INTERRUPTIONS: dict[type[Exception], int] = {ProcessDied: 2, ModelLost: 5, DatabaseUnavailable: 4}
+"""Interruptions of each kind after which an operation fails alone: a process died under it; its model was not restored
+before it began; the database did not answer for half a minute, which interrupts no change of a model."""
 
 
 class Runner(Protocol):
@@ -72,7 +72,7 @@ class Execution:
                 return _failed(operation, error)
 
     async def _retried(self, operation: Operation, model: Model | None, missing: str) -> Result:
-        deaths = lost = outages = 0
+        interruptions = Counter[type[Exception]]()
         while True:
             try:
                 if operation.body is None:
@@ -80,25 +80,18 @@ class Execution:
                 if missing and model is not None and operation.operation_kind == "optim_step":
                     await model.mark_incomplete()
                 return await self._runner.run(operation, model)
-            except ProcessDied as error:  # the operation's own doing, perhaps
-                deaths += 1
-                if deaths == MAX_DEATHS:
-                    text = f"{error}, as it did when this {operation.operation_kind} ran before; all else goes on"
-                    return _failed(operation, BackendFailed(text))
-            except ModelLost as error:  # before the operation began
-                lost += 1
-                if lost == MAX_RESTORATIONS:
-                    return _failed(operation, error)
-            except DatabaseUnavailable as error:
-                # Only before a model is changed, and in saves, which may be done twice.
-                outages += 1
-                if outages == MAX_OUTAGES or (model is not None and operation.seq_id == 0):
-                    return _failed(operation, error)
+            except tuple(MAX_INTERRUPTIONS) as error:
+                kind = next(kind for kind in MAX_INTERRUPTIONS if isinstance(error, kind))
+                interruptions[kind] += 1
+                is_creation = model is not None and operation.seq_id == 0
+                if interruptions[kind] == MAX_INTERRUPTIONS[kind] or (kind is DatabaseUnavailable and is_creation):
+                    return _failed(operation, _blaming(operation, error))
+                name = (operation.operation_kind, operation.seq_id, operation.lane)
+                log.warning("retrying %s %d of %s (attempt %d): %s", *name, interruptions.total() + 1, error)
             except Exception as error:  # noqa: BLE001 - one operation's failure must not stop its model's others
                 if missing and isinstance(error, InvalidInput):
                     error = GradientIncomplete(f"{error} ({missing})")
                 return _failed(operation, error)
-            log.warning("%s %d of %s runs again", operation.operation_kind, operation.seq_id, operation.lane)
 
     def fail(self, operation: Operation, error: Exception) -> None:
         """End an operation that is not run."""
@@ -112,6 +105,12 @@ class Execution:
         self._metrics.ended(operation.operation_kind, stored.failure_category)
         self._tracing.ended(operation.request_id, stored.failure_category)
         return stored
+
+
+def _blaming(operation: Operation, error: Exception) -> Exception:
+    if not isinstance(error, ProcessDied):
+        return error
+    return BackendFailed(f"{error}, as it did when this {operation.operation_kind} ran before; all else goes on")
 
 
 def _failed(operation: Operation, error: Exception) -> Result:

@@ -61,7 +61,7 @@ class Snapshots:
     """Time from which there may be another early one."""
 
     def spend(self, seconds: float) -> None:
-        """Take no early snapshot for so long, after those before."""
+        """Postpone the next early snapshot by so many seconds."""
         self.early_from = max(self.early_from, time.monotonic()) + seconds
 
 
@@ -283,7 +283,7 @@ class Model:
         return self._trainer.waits_for() or restored
 
     async def _find(self) -> TrainingRun:
-        """Read the run anew. Raises UnknownModel."""
+        """Reload the run from the database into `self.run`. Raises UnknownModel."""
         self.run = run = await self._stores.runs.get(self.id)
         return run
 
@@ -379,7 +379,7 @@ class Model:
 
     def _put_back(self, before: Log, error: Exception) -> None:
         """Go on with the log: what was counted of it counts again."""
-        log.warning("model %s has no new snapshot, and its log goes on: %s", self.id, error)
+        log.warning("model %s: snapshot failed, keeping its log: %s", self.id, error)
         self._stores.snapshots.num_failed += 1
         self.log.size_bytes += before.size_bytes
         self.log.seconds += before.seconds

@@ -65,7 +65,7 @@ class LogReplay:
             size_bytes = await self._run_entry(entry, trainer, model)
             await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began))
             count += 1
-        log.info("model %s is restored; %d operations were run again", model.model_id, count)
+        log.info("restored model %s: replayed %d operations", model.model_id, count)
 
     async def _run_entry(self, entry: Entry, trainer: Trainer, model: LoadedModel) -> int:
         """Return the request's size in bytes."""
@@ -117,4 +117,4 @@ def log_changed_numerics(run: TrainingRun, numerics: Mapping[str, str]) -> None:
         f"{name} was {before.get(name)}, is {value}" for name, value in numerics.items() if before.get(name) != value
     ]
     if changed:
-        log.warning("model %s goes on, and may differ in the last bits: %s", run.model_id, "; ".join(changed))
+        log.warning("model %s: results may differ in the last bits from before: %s", run.model_id, "; ".join(changed))

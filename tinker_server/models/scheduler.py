@@ -219,7 +219,7 @@ class Scheduler:
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of the requests that are kept to be run again; an earlier server's count once they were."""
+        """Bytes of all replay logs. After a restart a log counts once it has been replayed."""
         return sum(actor.model.log.size_bytes for actor in self._actors.values())
 
     def actor(self, model_id: str) -> Actor:
@@ -282,9 +282,9 @@ class Scheduler:
                     tries[model_id] += 1
                     if tries[model_id] < TRIES:
                         break  # the trainer will be there again
-                    log.error("model %s is left until its next operation: %s", model_id, error)
+                    log.error("model %s not restored, retrying at its next operation: %s", model_id, error)
                 except Exception:  # one model must not stop the others
-                    log.exception("model %s is left until its next operation", model_id)
+                    log.exception("model %s not restored, retrying at its next operation", model_id)
                 del tries[model_id]
 
     async def stop(self, drain_s: float) -> None:

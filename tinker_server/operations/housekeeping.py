@@ -110,9 +110,9 @@ class Housekeeper:
                 try:
                     await sweep(now)
                 except DatabaseUnavailable as error:
-                    log.warning("housekeeping will be tried again: %s", error)
+                    log.warning("housekeeping failed, retrying: %s", error)
                 except Exception:  # the server must not stop for it
-                    log.exception("housekeeping failed, and will be tried again")
+                    log.exception("housekeeping failed, retrying")
 
     async def sweep_models(self, now: float) -> None:
         """Drop the models of finished sessions and of clients that did not come back, suspend those of silent ones."""

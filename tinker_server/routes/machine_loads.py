@@ -36,9 +36,9 @@ async def record_loads(server: Services) -> None:
         try:
             await server.machine_history.put(means(readings) | rates, time.time())
         except DatabaseUnavailable as error:
-            log.warning("a minute of the machine's load is not stored: %s", error)
+            log.warning("failed to store a minute of the machine's load: %s", error)
         except Exception:  # the server must not stop for it
-            log.exception("a minute of the machine's load is not stored")
+            log.exception("failed to store a minute of the machine's load")
 
 
 def means(readings: Sequence[Mapping[Measure, float]]) -> dict[Measure, float]:

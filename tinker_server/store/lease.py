@@ -202,7 +202,7 @@ class _AdvisoryLock:
                 await self._connection.execute(text("SELECT 1"))
                 return
             except self._unavailable:
-                log.warning("the connection that holds the database's lock ended; it is taken again")
+                log.warning("lost the connection holding the database lock; reacquiring it")
                 await self.close()
         with contextlib.suppress(*self._unavailable):  # it is retried, and the transactions that fail are logged
             await self._take_again(lease)

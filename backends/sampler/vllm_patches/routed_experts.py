@@ -50,7 +50,7 @@ def keep_routing(
         try:
             files.write(routing_name(owner, model_id, rendered, fed), experts_TLK[:num_tokens])
         except OSError as error:
-            log.warning("the routing of a sample is not kept: %s", error)
+            log.warning("dropping the expert routing of a sample: %s", error)
 
 
 class RoutingOnCPU:

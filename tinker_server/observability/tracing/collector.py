@@ -29,7 +29,7 @@ class Collector(SpanExporter):
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS and self._failures.is_reported:
             self._failures.is_reported = False
-            log.info("the collector at %s takes traces again", self._address)
+            log.info("the collector at %s accepts traces again", self._address)
         return result
 
     def shutdown(self) -> None:

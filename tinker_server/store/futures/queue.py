@@ -185,7 +185,7 @@ class FutureQueue:
             log.debug("%d operations are refused: %s", len(batch), error)
             outcomes = [error] * len(batch)
         except Exception as error:  # a single failure of the database must not end the server
-            log.exception("the database did not take %d operations", len(batch))
+            log.exception("failed to store %d operations", len(batch))
             if len(batch) > 1:
                 for submit in batch:
                     await self._write_submits([submit])
@@ -226,7 +226,7 @@ class FutureQueue:
             except DatabaseUnavailable as error:
                 log.debug("%d results wait to be stored: %s", len(batch), error)
             except Exception:
-                log.exception("the database did not take %d results", len(batch))
+                log.exception("failed to store %d results", len(batch))
                 batch = [pair for pair in batch if not await self._store_alone(*pair)]
             if not batch or self._results.is_stopping:
                 return
@@ -251,7 +251,7 @@ class FutureQueue:
             try:
                 await self._store([(request_id, failed)])
             except Exception:  # then it is the database, not the result
-                log.exception("the database takes no results")
+                log.exception("failed to store results")
                 return False
         return True
 

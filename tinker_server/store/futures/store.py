@@ -190,7 +190,7 @@ class FutureStore:
         except DatabaseUnavailable as error:  # results that stay are deleted when their time is over
             log.debug("fetched results stay for a while: %s", error)
         except Exception:
-            log.exception("the database did not delete fetched results")
+            log.exception("failed to delete fetched results")
         for lane, request_ids in batch:
             for request_id in request_ids:
                 if (recent := self._recent.get(request_id)) is not None and recent.lane == lane:
