@@ -1,4 +1,4 @@
-"""Run coroutines side by side so that none outlives the block.
+"""Run coroutines so that none outlives its caller.
 
 An asyncio.TaskGroup would do so too, but wraps errors in a group; here the first one rises as it is.
 """
@@ -21,6 +21,18 @@ async def running(coroutines: Iterable[Coroutine[object, object, T]]) -> AsyncIt
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_the_end(work: Coroutine[object, object, T]) -> T:
+    """Return the coroutine's result. If the caller is cancelled, wait for its end nevertheless: half a command on a
+    process is worse than a result that nobody reads."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody will retrieve
+        await asyncio.wait([task])
+        raise
 
 
 async def gather(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:

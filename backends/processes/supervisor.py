@@ -7,11 +7,15 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
-from backends.processes.rpc import STOP_S, Child
+from backends import tasks
+from backends.processes.rpc import STOP_S, Child, ChildBroke, ChildDied, Command
 from backends.protocol import BackendFailed, Loading, OnLoading, ProcessState, ignore_loading
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before processes that did not start, or ended soon, are started again; it doubles each time."""
 GRACE_S = 1
@@ -193,6 +197,36 @@ class Supervisor:
         finally:
             for task in waiting:
                 task.cancel()
+
+
+async def call_all(
+    children: Sequence[Child],
+    commands: Sequence[Command[R]],
+    patience_s: float,
+    on_loading: OnLoading = ignore_loading,
+) -> R:
+    """Have each process do its command. Return the first one's answer, once every process has answered.
+
+    Raises the error that the processes agree on, and ChildDied or ChildBroke as soon as a process will not answer, or
+    has failed by itself.
+    """
+    answers = (
+        child.call(command, patience_s, partial(on_loading, child.name))
+        for child, command in zip(children, commands, strict=True)
+    )
+    if len(children) == 1:  # needs no task
+        return await next(answers)
+    async with tasks.running(answers) as calls:
+        waiting = set(calls)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for call in done:
+                if isinstance(error := call.exception(), (ChildDied, ChildBroke)):
+                    raise error
+    errors = [call.exception() for call in calls]
+    if len({type(error) for error in errors}) > 1:
+        raise ChildBroke(f"the ranks do not agree: {errors}")
+    return calls[0].result()
 
 
 async def _wait_for_silence(child: Child, silence: Silence) -> None:

@@ -10,23 +10,21 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
-from backends import tasks
 from backends.formats.load_check import LoadCheck
 from backends.model_spec import ModelSpec
 from backends.processes.fair_queue import FairQueue
 from backends.processes.launcher import StartRanks, launch_trainer
 from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
 from backends.processes.spans import OnSpan, ProcessSpan, current_on_span, spans_to
-from backends.processes.supervisor import Supervisor
+from backends.processes.supervisor import Supervisor, call_all
 from backends.protocol import (
     EncodedBatch,
     InvalidInput,
@@ -37,12 +35,12 @@ from backends.protocol import (
     SavedForm,
     ignore_loading,
 )
+from backends.tasks import to_the_end
 from backends.trainer import commands
 from backends.trainer.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
-T = TypeVar("T")
 PATIENCE_S = 60
 """Time for which a rank may be silent beyond the time that it asked for."""
 _START_PATIENCE_S = 600
@@ -219,14 +217,14 @@ class TrainerClient:
             request.admitted = True
         with self._working(*(request.model for request in requests)):
             command = commands.ComputeMicrobatch(new, tuple(request.new.number for request in requests))
-            await _to_the_end(self._run_microbatch(command))
+            await to_the_end(self._run_microbatch(command))
 
     async def _run_microbatch(self, command: commands.ComputeMicrobatch) -> None:
         spans: list[ProcessSpan] = []
         members = {command.order[0]}
         try:
             with spans_to(spans.append):
-                computed = await self._on_all_or_end(command)
+                computed = await self._call_or_end(command)
             members = {*computed.members, *dict(computed.finished)}
         finally:
             self._emit(spans, members)
@@ -278,7 +276,7 @@ class TrainerClient:
 
     async def _load(self, ranks: list[Child]) -> None:
         starts = [commands.Start(spec) for spec in self._replicas.specs()]
-        scores = await self._on_all(starts, ranks, _START_PATIENCE_S, self._supervisor.on_loading)
+        scores = await call_all(ranks, starts, _START_PATIENCE_S, self._supervisor.on_loading)
         if (first := self._base_scores()).done():
             for difference in first.result().require_same_base(scores, self._spec, "the trainer, started again,"):
                 log.info("%s", difference)
@@ -359,13 +357,14 @@ class TrainerClient:
         await self._supervisor.end()
 
     async def _command(self, command: Command[R]) -> R:
-        return await _to_the_end(self._on_all_or_end(command))
+        return await to_the_end(self._call_or_end(command))
 
-    async def _on_all_or_end(self, command: Command[R]) -> R:
+    async def _call_or_end(self, command: Command[R]) -> R:
+        """Have the ranks do a command. If they do not agree on how it ended, end them."""
         if not (ranks := self._supervisor.children):
             raise ChildDied(f"{self._spec.name}: the trainer has ended")
         try:
-            return await self._on_all([command] * len(ranks), ranks, self._patience_s)
+            return await call_all(ranks, [command] * len(ranks), self._patience_s)
         except (ChildDied, ChildBroke) as error:
             if len(ranks) == 1 and not isinstance(error, ChildDied):
                 raise
@@ -376,40 +375,3 @@ class TrainerClient:
             self._exclusive_until_s = asyncio.get_running_loop().time() + _EXCLUSIVE_S
             await self._end()
             raise error if isinstance(error, ChildDied) else ChildDied(str(error)) from error
-
-    async def _on_all(
-        self,
-        asked: Sequence[Command[R]],
-        ranks: Sequence[Child],
-        patience_s: float,
-        on_loading: OnLoading = ignore_loading,
-    ) -> R:
-        """Ask each rank one thing, and return rank 0's answer, once every rank has answered. Raises the error that the
-        ranks agree on, and ChildDied or ChildBroke as soon as one of them will not answer, or has failed by itself."""
-        answers = (
-            rank.call(command, patience_s, partial(on_loading, rank.name))
-            for command, rank in zip(asked, ranks, strict=True)
-        )
-        async with tasks.running(answers) as calls:
-            waiting = set(calls)
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for call in done:
-                    if isinstance(error := call.exception(), (ChildDied, ChildBroke)):
-                        raise error
-        errors = [call.exception() for call in calls]
-        if len({type(error) for error in errors}) > 1:
-            raise ChildBroke(f"the ranks do not agree: {errors}")
-        return calls[0].result()
-
-
-async def _to_the_end(work: Coroutine[object, object, T]) -> T:
-    """Return the result. Wait for the end even if cancelled: half a command on one rank is worse than a result that
-    nobody reads."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody will retrieve
-        await asyncio.wait([task])
-        raise

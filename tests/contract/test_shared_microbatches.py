@@ -290,15 +290,15 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_microbatc
         quiet = await client.create_model("small", LORA, "b")
         flood = asyncio.create_task(client.forward_backward(flooding, large, backward=True))
         rows = 0
-        on_all = client._on_all_or_end
+        call_or_end = client._call_or_end
 
         async def counted(command):  # type: ignore[no-untyped-def]
             nonlocal rows
             rows += 1
-            return await on_all(command)
+            return await call_or_end(command)
 
         await until(lambda: flooding.latest_work > quiet.latest_work)
-        client._on_all_or_end = counted  # type: ignore[method-assign]
+        client._call_or_end = counted  # type: ignore[method-assign]
         await client.forward_backward(quiet, small, backward=True)
         assert rows <= 3 and not flood.done()
         before = rows

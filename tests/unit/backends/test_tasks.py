@@ -61,3 +61,24 @@ async def test_the_end_of_a_block_ends_what_still_runs() -> None:
         await asyncio.wait({quick, other}, return_when=asyncio.FIRST_COMPLETED)
         assert quick.result() == 1 and not other.done()
     assert slow.ended == 1 and other.cancelled()
+
+
+async def test_a_command_whose_caller_is_gone_ends_first_and_its_failure_is_no_news() -> None:
+    begun, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await may_fail.wait()
+        raise ValueError("the ranks are gone")
+
+    others = asyncio.all_tasks()
+    caller = asyncio.create_task(tasks.to_the_end(work()))
+    await begun.wait()
+    [command] = asyncio.all_tasks() - others - {caller}
+    caller.cancel()
+    await asyncio.sleep(0)
+    assert not caller.done()
+    may_fail.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert not command._log_traceback  # what asyncio looks at once nobody knows the task any more
