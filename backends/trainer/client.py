@@ -331,7 +331,7 @@ class TrainerClient:
         async with self._queue.grant(model.owner, model.model_id):
             await self._require(model)
             with self._working(model):
-                return await self._command(command)
+                return await to_the_end(self._call_or_end(command))
 
     async def _require(self, model: LoadedModel) -> None:
         """Raise ModelLost if the model is lost."""

@@ -42,10 +42,8 @@ class LeftOperations:
 
     @asynccontextmanager
     async def attempt(self, operation: Operation) -> AsyncIterator[None]:
-        """Hold while an operation is carried out. Raises BackendFailed for the culprit."""
-        if operation.tries is None:
-            yield
-            return
+        """Admit an operation that was left unfinished, and hold while it runs. Raises BackendFailed for the culprit."""
+        assert operation.tries is not None, "it was left unfinished"
         suspect = self._suspects.get(operation.request_id) or Suspect()
         if suspect.is_culprit:
             raise BackendFailed(

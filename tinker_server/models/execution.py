@@ -65,6 +65,8 @@ class Execution:
     async def result(self, operation: Operation, model: Model | None = None, missing: str = "") -> Result:
         """Run an operation, again where something died under it. `missing` says what its model's gradient lacks."""
         with self._tracing.running(operation):
+            if operation.tries is None:
+                return await self._retried(operation, model, missing)
             try:
                 async with self._left.attempt(operation):
                     return await self._retried(operation, model, missing)
