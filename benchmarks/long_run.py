@@ -43,7 +43,7 @@ from caltech10 import Conversation, Photo, load_photos, training_batch
 
 from backends.configure.gpus import all_gpus
 from benchmarks.slopes import slope
-from benchmarks.soak import MIB, of_processes
+from benchmarks.soak_readings import MIB, of_processes
 from tests.servers import Server
 from tinker_server.auth import keys
 from tinker_server.embedded import DIRECTORIES, TINY_VL

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from benchmarks.slopes import BLOCKS, Slope, slope
-from benchmarks.soak import DISK_SETTLES_S, Soak, of_processes, role
+from benchmarks.soak_readings import DISK_SETTLES_S, Soak, of_processes, role
 from tests.factories import present
 
 TIMES_S = [10.0 * number for number in range(241)]
