@@ -14,11 +14,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance acceptance-quick vision-rl check docs pictures models hardware proto serve clean
+.PHONY: help setup demo test test-fast test-slow test-all chaos conformance sdk-matrix acceptance acceptance-quick vision-rl check docs pictures models hardware proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine; ARGS=--keep leaves its server"
 	@echo "make test    lint, types, then all tests that need no GPU and are not slow"
+	@echo "make test-fast   in a minute, the unit tests that need neither torch nor seconds; ARGS=\"-k NAME\""
 	@echo "make test-all   the same, then the slow tests"
 	@echo "make chaos   ROUNDS=200 processes are killed while clients work; nothing may be lost, doubled or wrong"
 	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
@@ -44,13 +45,18 @@ demo: $(STAMP)
 	$(BIN)/python examples/caltech10_demo.py $(ARGS)
 
 # Two workers, and what each starts, on two cores: more threads only wait for one another.
-test test-slow: export OMP_NUM_THREADS := 1
+test test-fast test-slow: export OMP_NUM_THREADS := 1
 # Files in their own order, unit tests last: by the number of their tests, the few that take minutes would come last,
 # and one worker would wait for the other.
 TWO_WORKERS := -n 2 --dist loadscope --no-loadscope-reorder --ignore tests/gpu --ignore tests/acceptance tests
 
 test: check
 	$(BIN)/pytest -m "not gpu and not slow" $(TWO_WORKERS)
+
+# What tests/unit/backends tests imports torch, 5 s of a core in each worker.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -p tests.no_torch -m "not heavy and not slow" -n 2 --dist loadscope \
+		--ignore tests/unit/backends tests/unit $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest --timeout 900 -m "slow and not gpu" $(TWO_WORKERS)

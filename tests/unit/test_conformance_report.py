@@ -50,6 +50,7 @@ def test_every_conformance_test_is_named_by_its_items_and_every_item_has_a_test(
     assert len(names) > 110 and {item for name in names for item in items_of(name)} == set(checklist())
 
 
+@pytest.mark.heavy
 def test_an_item_passes_when_it_has_tests_and_all_of_them_pass(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conformance.report", str(tmp_path)]

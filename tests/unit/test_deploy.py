@@ -218,6 +218,7 @@ CLUSTERS = {"kuberay.yaml": 0, "slurm.sh": 1, "skypilot.yaml": 2}
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.heavy
 def test_every_command_in_the_files_for_clusters_is_one_that_there_is(name: str) -> None:
     text = (DEPLOY / name).read_text()
     [settings] = [read_settings(parse(one)) for one in commands_of("tinker-server", text)]
@@ -264,6 +265,7 @@ def test_the_file_for_skypilot_has_fields_that_it_knows_and_no_secret() -> None:
     assert read_settings(parse(["serve", "--model", task["envs"]["MODEL"]])).backend.models
 
 
+@pytest.mark.heavy
 def test_the_ray_cluster_of_kuberay_has_a_token_and_pods_that_kubernetes_takes() -> None:
     manifests = {one["kind"]: one for one in loaded("kuberay.yaml")}
     cluster = manifests.pop("RayCluster")

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tinker_server.command_line import parse, read_settings
@@ -16,6 +17,7 @@ from tinker_server.command_line import parse, read_settings
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.heavy
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """Broken links, anchors, and pages that the navigation leaves out are errors."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 FAILS = """
 import subprocess
@@ -23,6 +24,7 @@ def test_it_fails(tmp_path):
 """
 
 
+@pytest.mark.heavy
 def test_a_server_that_a_failing_test_has_started_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "test_fails.py").write_text(FAILS)
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest"]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,15 +33,18 @@ SEEN_OF_BACKENDS = (
 )
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@cache
+def imported_names(path: Path) -> tuple[str, ...]:
     """Every dotted name that a file imports, lazy and type-checking imports included."""
+    names: list[str] = []
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = path.parts[: -node.level] if node.level else ()
             module = ".".join([*package, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return tuple(names)
 
 
 def importers(*modules: str) -> dict[str, set[str]]:
@@ -77,7 +81,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert _circle(imports) is None
 
 
-def _closest(names: Iterator[str], modules: Mapping[str, Path]) -> Iterator[str]:
+def _closest(names: Iterable[str], modules: Mapping[str, Path]) -> Iterator[str]:
     """The modules that imported names are in or are."""
     for name in names:
         if name in modules:
@@ -114,6 +118,7 @@ def test_ray_stays_in_the_process_that_runs_its_head() -> None:
     assert set(importers("backends.cluster.nodes")) == {"backends/cluster/head.py"}
 
 
+@pytest.mark.heavy
 def test_the_servers_own_process_imports_no_ray() -> None:
     code = "import sys, tinker_server.__main__, backends.configure.create; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

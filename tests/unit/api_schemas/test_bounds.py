@@ -75,6 +75,7 @@ def test_the_sparse_tensors_of_a_json_request_are_counted_together_too() -> None
     tracemalloc.stop()
 
 
+@pytest.mark.heavy
 def test_a_protobuf_of_countless_parts_is_refused_before_it_is_parsed() -> None:
     for body in (b"\x1a\x00" * 2_000_000, b"\x1a\x80\x80\x40" + b"\x0a\x00" * (1 << 19), b"\x2a\x00" * 1_000_000):
         refuses("parts", body)

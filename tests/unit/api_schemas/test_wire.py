@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import zstandard
 from pydantic import ValidationError
-from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
@@ -188,7 +187,10 @@ def test_zstd_is_undone_and_a_bomb_is_not():
         wire.decompress(b"\x28\xb5\x2f\xfdnonsense", 1000)
 
 
+@pytest.mark.heavy
 def test_ragged_outputs_come_back_through_the_sdk():
+    from tinker.proto.response_conv import deserialize_forward_backward_output
+
     rows = [np.arange(3, dtype=np.float32), np.ones((2, 4), np.float32), np.zeros((1, 4), np.float32)]
     output = ForwardBackwardOutput(loss_fn_outputs=[{"logprobs": row} for row in rows], metrics={"loss:sum": 2.5})
     decoded = deserialize_forward_backward_output(wire.encode_forward_backward(output))

@@ -158,6 +158,7 @@ async def test_addresses_are_counted_before_the_first_is_read(tmp_path: Path) ->
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of processor time
+@pytest.mark.heavy
 async def test_the_time_for_many_addresses_grows_with_their_number(tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(IMAGE)
     for number in range(4000):

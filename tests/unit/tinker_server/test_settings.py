@@ -250,6 +250,7 @@ def test_the_hint_makes_a_key_that_the_server_then_has(tmp_path: Path, monkeypat
         require_keys_beyond_loopback(settings, listener)
 
 
+@pytest.mark.heavy
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -270,6 +271,7 @@ sys.exit(main.main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.heavy
 def test_a_server_prints_its_url_and_stops_on_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SERVER_OF_FAKES, "serve", "--port", "0", "--model", "tiny=org/name"]
     with subprocess.Popen(

@@ -170,6 +170,7 @@ async def test_a_stop_takes_no_longer_than_it_may_though_an_operation_goes_on(tm
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
+@pytest.mark.heavy
 async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

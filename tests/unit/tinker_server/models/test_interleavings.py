@@ -101,6 +101,7 @@ async def play(events: list[str], data_dir: Path) -> None:
 @hypothesis_settings(max_examples=8, derandomize=True, deadline=None, database=None)
 @given(events=st.lists(st.sampled_from(EVENTS), min_size=5, max_size=12))
 @example(events=["part", "step", "part", "snapshot", "part", "the server crashes", "part", "the trainer dies"])
+@pytest.mark.heavy
 def test_any_interleaving_gives_what_the_operations_alone_give(
     events: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -6,17 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-from backends.processes.progress import Progress
 from backends.protocol import Loading
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.terminal import terminal
-from tests.trainers import config
 from tinker_server.observability.progress import Bars, Lines, amount
 
 
@@ -25,16 +19,6 @@ def test_amounts_have_the_unit_of_the_whole() -> None:
     assert amount(Loading("reads", 1 << 20, 9 << 30)) == "0.0 of 9.0 GiB"
     assert amount(Loading("reads", 7, 900)) == "7 of 900 bytes"
     assert amount(Loading("compiles")) == ""
-
-
-def test_a_rank_counts_every_byte_of_its_files_and_says_what_comes_next(tiny_vl: Path) -> None:
-    shown: list[Loading] = []
-    TrainerRank(config(tiny_vl), World(0, 1, torch.device("cpu")), progress=Progress(shown.append))
-    reading = [one for one in shown if one.doing == "reads weights"]
-    files = sum(file.stat().st_size for file in tiny_vl.glob("*.safetensors"))
-    assert reading[0].done_bytes == 0 and 0.9 * files < reading[0].total_bytes <= files
-    assert reading[-1].done_bytes == reading[-1].total_bytes
-    assert shown[-1] == Loading("tests the model")
 
 
 async def test_the_log_has_a_line_for_each_process_until_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ NUM_OPERATIONS = 20_000
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
+@pytest.mark.heavy
 async def test_a_long_trace_is_whole_and_stalls_nothing(tmp_path: Path) -> None:
     app = create_app(Settings(data_dir=tmp_path), FakeBackend())
     async with app.router.lifespan_context(app):

@@ -84,6 +84,7 @@ async def test_no_archive_stays_of_weights_that_were_deleted_meanwhile(
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
+@pytest.mark.heavy
 async def test_an_owner_with_many_archives_leaves_a_thread_to_others(archives: Archives, tmp_path: Path) -> None:
     for name in ("b~1", "c~1", "other~1"):
         (tmp_path / f"checkpoints/run/weights/{name}").mkdir()
