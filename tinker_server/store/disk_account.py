@@ -42,7 +42,9 @@ class DiskAccount:
     async def require_room(self, owner: str, more_bytes: int) -> None:
         """Make room for so many bytes of new work if the owner's part is used up. Raises Busy if there is none."""
         measure = self._measures.get(owner)
-        if measure is None or (self._is_full(owner, measure, more_bytes) and time.monotonic() - measure.at > AGAIN_S):
+        if measure is not None and not self._is_full(owner, measure, more_bytes):
+            return
+        if measure is None or time.monotonic() - measure.at > AGAIN_S:
             measure = await self._measure(owner, more_bytes)
         if self._is_full(owner, measure, more_bytes):
             raise Busy(
