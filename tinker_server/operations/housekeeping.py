@@ -18,7 +18,7 @@ from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.client_metrics import ClientMetricStore
-from tinker_server.store.directories import Storage
+from tinker_server.store.directories import UNREFERENCED_KEPT_S, Storage
 from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import TrainingRun
@@ -141,7 +141,7 @@ class Housekeeper:
         storage = self._stores.storage
         await storage.delete(*await self._stores.samplers.take_unused(self._periods.unnamed, now))
         await storage.delete(*await self._stores.checkpoints.take_expired(now))
-        await storage.delete_unreferenced()
+        await storage.delete_unreferenced(now - UNREFERENCED_KEPT_S)
         await storage.delete_archives(now - ARCHIVE_KEPT_S)
         await self._stores.uploads.delete_expired(now)
 

@@ -11,6 +11,7 @@ row releases it. So whatever a crash interrupts, the next server knows what to d
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -118,9 +119,9 @@ class Storage:
                     listed = UnreferencedDirectory.directory.in_(batch)
                     await session.execute(delete(UnreferencedDirectory).where(listed))
 
-    async def delete_unreferenced(self, kept_s: float = UNREFERENCED_KEPT_S) -> None:
-        """Delete the directories that no row has referenced for so long and nobody is writing."""
-        old = UnreferencedDirectory.since <= time.time() - kept_s
+    async def delete_unreferenced(self, until: float) -> None:
+        """Delete the directories that no row has referenced since this time, in Unix seconds, and nobody is writing."""
+        old = UnreferencedDirectory.since <= until
         async with self._db.write() as session:  # the next server's directories are not this one's to delete
             directories = set(await session.scalars(select(UnreferencedDirectory.directory).where(old)))
         if unreferenced := directories - self._writing:
@@ -137,7 +138,7 @@ class Storage:
     async def delete_half_written(self) -> None:
         """Delete everything that an earlier server had begun to write. No server may be writing."""
         await asyncio.to_thread(_remove_asides, self._root)
-        await self.delete_unreferenced(0)
+        await self.delete_unreferenced(math.inf)  # whatever the clock says by now
 
     async def copy(self, source: str, target: str) -> None:
         """Make another directory of the same files, as hard links or, if the disk has none, as copies.

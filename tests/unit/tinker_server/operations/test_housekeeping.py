@@ -1,5 +1,6 @@
 """Ages are measured by a clock that may be set ahead."""
 
+import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_small_changes_and_a_clock_that_is_set_back_are_followed(machine: Machin
     assert steady() == NOW + 30
 
 
-def test_a_server_whose_clock_is_set_ahead_keeps_snapshots_and_results(
+def test_a_server_whose_clock_is_set_ahead_keeps_snapshots_results_and_what_may_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = time.time
@@ -89,10 +90,14 @@ def test_a_server_whose_clock_is_set_ahead_keeps_snapshots_and_results(
             assert time.monotonic() < until
             time.sleep(0.05)
         (snapshot,) = suspended(tmp_path)
+        given_up = running.app.state.services.storage.reserve(model_id, "weights", "given-up")
+        directory = tmp_path / asyncio.run_coroutine_threadsafe(given_up, running.loop).result(10)
+        directory.mkdir(parents=True)
         monkeypatch.setattr(time, "time", lambda: right() + 365 * DAY_S)
         time.sleep(1)
         monkeypatch.undo()
         assert suspended(tmp_path) == [snapshot]
+        assert directory.is_dir(), "a sample that has begun may still read it"
         assert running.result(saved).status_code == 200
     finally:
         running.stop()

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import math
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,15 +192,22 @@ async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named:
             request = SaveWeightsForSamplerRequest(model_id=house.model_id, seq_id=1, sampling_session_seq_id=0)
             await house.saving.save_weights_for_sampler(house.model, request)
     assert "locked" not in str(caught.value) and "SELECT" not in str(caught.value)
-    await house.storage.delete_unreferenced(kept_s=0)
+    await house.storage.delete_unreferenced(math.inf)
     assert house.files() == []
 
 
-async def test_files_that_a_crash_left_half_written_are_deleted_by_the_next_server(house: House) -> None:
+@pytest.mark.parametrize("set_back_s", [0, 3600])
+async def test_files_that_a_crash_left_half_written_are_deleted_by_the_next_server(
+    house: House, set_back_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the clock is set back in between."""
     saved = await house.saving.save_weights(
         house.model, SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="kept")
     )
-    reserved = await house.storage.reserve(house.model_id, "weights", "unrecorded")
+    later = time.time() + set_back_s
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: later)
+        reserved = await house.storage.reserve(house.model_id, "weights", "unrecorded")
     (house.data_dir / reserved).mkdir(parents=True)
     (house.data_dir / reserved / "steps").write_text("1")
     half = house.data_dir / "checkpoints" / house.model_id / "weights" / ".half~1.abc"
