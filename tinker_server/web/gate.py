@@ -239,8 +239,8 @@ class BodyLimit:
                 # Brackets without end make no large body but a malformed one, and are answered so.
                 status = 422 if num_brackets > most_values else BodyTooLarge.status
                 raise HTTPException(status, _too_many_values(most_values))
-            if is_whole:
-                came(min(num_bytes, in_memory))
+            if is_whole and num_bytes < in_memory:
+                came(num_bytes)
             return message
 
         if declared > limit:
