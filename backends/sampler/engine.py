@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from backends.formats.base_files import link_files, needed_files
 from backends.inputs.rendering import Renderer
 from backends.model_spec import DRAWN_TOKENS, ModelSpec
 from backends.patches import for_device, require_as_written
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, Unavailable
 from backends.sampler.checks import MAX_TOPK
 from backends.sampler.fair_admission import RESERVE
 from backends.sampler.vllm_patches.block_fp8 import packed_config
@@ -25,6 +26,10 @@ from backends.sampler.vllm_patches.targets import EXECUTOR, PATCHES
 
 VLLM_VERSION = "0.32.0"
 """The version whose internals `vllm_patches/` changes; those that it names are hashed, others may differ silently."""
+QUEUE_BYTES = 241 << 20
+"""Shared memory that vLLM wants free for a queue between ranks: ten chunks of 24 MiB, and flags. Its queues take memory
+only as they are used."""
+_SHARED = Path("/dev/shm")
 HOLDER_PATIENCE_S = 1800.0
 """Time in which the weights of an engine must be held. A holder that fails ends its engines."""
 MAX_ADAPTERS = 32
@@ -38,6 +43,20 @@ def check_version(found: str = vllm.__version__, device: str = "cpu") -> None:
             f"the sampler needs vLLM {VLLM_VERSION}, whose inside it changes, and found {found}: install that version"
         )
     require_as_written(for_device(PATCHES, device))
+
+
+def require_shared_memory(num_ranks: int, free_bytes: int | None = None) -> None:
+    """Raise Unavailable if the ranks of an engine have no room for their queues. `free_bytes`: of this machine, if
+    absent."""
+    if num_ranks == 1 or not _SHARED.is_dir():
+        return
+    free_bytes = shutil.disk_usage(_SHARED).free if free_bytes is None else free_bytes
+    if free_bytes < QUEUE_BYTES:
+        raise Unavailable(
+            f"the {num_ranks} ranks of an engine (--tensor-parallel, setting backend.tensor_parallel) exchange work in"
+            f" {_SHARED}, which has {free_bytes >> 20} MiB free and needs {QUEUE_BYTES >> 20} MiB: make room there, or"
+            " give a container more of it (docker run --shm-size 1g)"
+        )
 
 
 def with_own_links(spec: ModelSpec, links: Path) -> ModelSpec:

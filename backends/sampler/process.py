@@ -40,7 +40,7 @@ from backends.sampler.commands import (
     ShareRunning,
     Start,
 )
-from backends.sampler.engine import check_version, end_tokens, engine_args, with_own_links
+from backends.sampler.engine import check_version, end_tokens, engine_args, require_shared_memory, with_own_links
 from backends.sampler.fair_admission import FairAdmission
 from backends.sampler.full_models import FullModelLoader
 from backends.sampler.grammars import Grammars
@@ -89,8 +89,10 @@ class SamplerProcess:
 
     @classmethod
     async def start(cls, spec: ModelSpec, progress: Progress | None = None) -> "SamplerProcess":
-        """Load the model; `progress` gets its activity. Raises BackendFailed for another version of vLLM."""
+        """Load the model; `progress` gets its activity. Raises BackendFailed for another version of vLLM,
+        Unavailable without room for it."""
         check_version(device=spec.device)
+        require_shared_memory(spec.tensor_parallel)
         shutil.rmtree(spec.scratch_dir, ignore_errors=True)
         spec = with_own_links(spec, spec.scratch_dir / _MODEL)
         renderer = Renderer(

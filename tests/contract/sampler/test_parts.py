@@ -3,13 +3,15 @@
 pytest tests/contract/test_sampler_parts.py
 """
 
+import inspect
 from dataclasses import replace
 
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, Unavailable
 from backends.sampler import engine
-from backends.sampler.engine import check_version
+from backends.sampler.engine import QUEUE_BYTES, check_version, require_shared_memory
 from backends.sampler.requests import stops
 from backends.sampler.vllm_patches.targets import PATCHES
 
@@ -19,6 +21,16 @@ def test_another_version_of_vllm_than_the_one_our_changes_were_written_for_is_re
     check_version("0.32.0+cu130")
     with pytest.raises(BackendFailed, match=r"vLLM 0\.32\.0.* found 0\.33\.0"):
         check_version("0.33.0")
+
+
+def test_ranks_without_room_for_their_queues_are_refused_by_name() -> None:
+    message_queue = inspect.signature(MessageQueue.__init__).parameters
+    chunks = message_queue["max_chunks"].default * (message_queue["max_chunk_bytes"].default + 1 + 8)
+    assert chunks <= QUEUE_BYTES
+    require_shared_memory(1, free_bytes=0)
+    require_shared_memory(2, free_bytes=QUEUE_BYTES)
+    with pytest.raises(Unavailable, match=r"the 2 ranks .*--tensor-parallel.* which has 63 MiB free and needs"):
+        require_shared_memory(2, free_bytes=63 << 20)
 
 
 def test_the_same_version_with_other_code_inside_is_refused(monkeypatch):
