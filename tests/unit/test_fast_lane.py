@@ -31,16 +31,6 @@ def test_an_import_of_torch_fails_by_the_name_of_its_file(place: str, tmp_path: 
     guarded = "import contextlib\nwith contextlib.suppress(Exception):\n    import torch\n"
     (tmp_path / place).write_text(guarded)
     (tmp_path / "test_lazy.py").write_text(f"def test_it(): import {Path(place).stem}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.no_torch",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-    ]
-    ended = ran(*command, "test_lazy.py", cwd=tmp_path)
+    python = (sys.executable, "-m", "pytest", "-p", "tests.no_torch", "-p", "no:cacheprovider")
+    ended = ran(*python, "--rootdir", tmp_path, "test_lazy.py", cwd=tmp_path)
     assert ended.returncode != 0 and f"{place}:3 imports torch" in ended.stdout + ended.stderr, ended

@@ -72,6 +72,7 @@ def test_what_a_database_cannot_hold_is_refused_by_field(
 
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
 @given(VALUES)
+@pytest.mark.heavy
 def test_a_field_is_refused_for_what_a_walk_through_its_value_finds(value: object) -> None:
     """A field that is plainly right is not walked through. Texts have a bound of their own, and a list of numbers is to
     become an array."""
