@@ -24,7 +24,7 @@ from backends.trainer.distributed import World, agreed, agreed_each, decoding_s,
 from backends.trainer.model.recompute import GIB
 from backends.trainer.step.batch_request import BatchRequest, CheckedBatch, choose_microbatches, plan_batch
 from backends.trainer.step.decoding import decode_batch
-from backends.trainer.step.packed_microbatch import MicrobatchRunner
+from backends.trainer.step.step import TrainingStep
 from backends.trainer.step.validation import check_forward_backward, published
 from backends.trainer.trained_weights import TrainedModel
 
@@ -52,7 +52,7 @@ class TrainerRank:
         self._world = world
         self._keep_waiting = keep_waiting
         self.base = BaseModel(config, world, progress or Progress())
-        self._runner = MicrobatchRunner(self.base, world, keep_waiting)
+        self._training_step = TrainingStep(self.base, world, keep_waiting)
         self._max_tokens = world.num_slices * config.max_tokens_per_microbatch if self.base.packs else 1
         self._fitting_tokens = _UNLIMITED
         """Tokens of a microbatch with a gradient that fits into every rank's memory, as last measured."""
@@ -195,10 +195,10 @@ class TrainerRank:
             most = min(self._max_tokens, self._fitting_tokens)
             chosen = choose_microbatches(fitting, self._world.num_microbatches, most)
             computed = tuple({one.number for members in chosen for one in members})
-            failures |= {one.number: error for one, error in self._runner.compute(chosen).items()}
+            failures |= {one.number: error for one, error in self._training_step.compute(chosen).items()}
         self.cancel_requests(list(failures))
         finished: list[FinishedRequest] = list(failures.items())
-        done = [one for one in requests if one.is_done and one.number not in failures]
+        done = [one for one in requests if not one.left and one.number not in failures]
         # Ranks that compute one microbatch have the same results.
         everyones = gather_objects([one.share for one in done], self._world)[:: self._world.num_slices] if done else []
         for one, *shares in zip(done, *everyones, strict=True):

@@ -28,7 +28,7 @@ from backends.trainer.model import attention
 from backends.trainer.model.recompute import Recomputation
 from backends.trainer.rank import TrainerRank
 from backends.trainer.step.batch_request import Members
-from backends.trainer.step.packed_microbatch import Failures
+from backends.trainer.step.step import Failures
 from tests.attention import PlainKernel
 from tests.factories import MIXED, batch_for, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl
@@ -91,7 +91,7 @@ def with_models(rank: TrainerRank, loras: Mapping[str, Trainable]) -> TrainerRan
 
 def computed(rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]]) -> Computed:
     """Train models together, from no gradient on."""
-    counted, compute = 0, rank._runner.compute
+    counted, compute = 0, rank._training_step.compute
 
     def count(chosen: Sequence[Members]) -> Failures:
         nonlocal counted
@@ -99,7 +99,7 @@ def computed(rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]]) -> 
         return compute(chosen)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank._runner, "compute", count)
+        patch.setattr(rank._training_step, "compute", count)
         outputs = [one for one in together(rank, batches) if one is not None]
     answers = [one for one in outputs if isinstance(one, ForwardBackwardOutput)]
     assert answers == outputs
@@ -283,7 +283,7 @@ def with_troubles(world: World, source: Path) -> tuple[int, str, bool]:
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("backends.trainer.step.packed_microbatch.pack", out_of_memory)
+            patch.setattr("backends.trainer.step.step.pack", out_of_memory)
         try:
             forward_backward(rank, "m", apart)
         except BackendFailed as found:

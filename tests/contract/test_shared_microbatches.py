@@ -27,7 +27,7 @@ from backends.trainer.model.recompute import Recomputation
 from backends.trainer.rank import TrainerRank
 from backends.trainer.step.batch_request import Members
 from backends.trainer.step.losses import LOSSES
-from backends.trainer.step.packed_microbatch import Failures
+from backends.trainer.step.step import Failures
 from tests.factories import (
     LOSS_INPUTS,
     MIXED,
@@ -65,13 +65,13 @@ class Rows:
 
     def __init__(self, rank: TrainerRank, monkeypatch: pytest.MonkeyPatch) -> None:
         self.companies: list[int] = []
-        compute = rank._runner.compute
+        compute = rank._training_step.compute
 
         def counted(rows: list[Members]) -> Failures:
             self.companies.append(len({one.number for row in rows for one in row}))
             return compute(rows)
 
-        monkeypatch.setattr(rank._runner, "compute", counted)
+        monkeypatch.setattr(rank._training_step, "compute", counted)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_microbatch_that_runs_out_of_memory_is_computed_model_by_model(
         add_model(rank, f"m{place}", 4, place)
         batches.append((f"m{place}", cross_entropy([datum(MIXED["text"], renderer, place)])))
     with monkeypatch.context() as patch:
-        patch.setattr("backends.trainer.step.packed_microbatch.pack", scarce)
+        patch.setattr("backends.trainer.step.step.pack", scarce)
         outputs = together(rank, batches)
     assert_as_alone(rank, batches, outputs)
 

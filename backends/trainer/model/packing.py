@@ -37,7 +37,7 @@ def plan_steps(lengths: Sequence[int], side_by_side: int, max_tokens: int) -> li
     num_parts = side_by_side * math.ceil(len(parts) / side_by_side)
     too_small = max(max(lengths), math.ceil(sum(lengths) / num_parts)) - 1
     small_enough = max_tokens
-    for _ in range(_BISECTIONS if too_small < max_tokens else 0):
+    for _ in range(_BISECTIONS if too_small < max_tokens and num_parts > 1 else 0):
         if (size := (too_small + small_enough + 1) // 2) == small_enough:
             break
         if len(smaller := _first_fit(lengths, size)) <= num_parts:

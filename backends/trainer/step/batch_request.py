@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from api_schemas.inputs import Datum, ModelInput
+from api_schemas.inputs import Datum
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
 from backends.inputs.rendering import Layout
 from backends.protocol import InvalidInput
@@ -53,9 +53,7 @@ class CheckedBatch:
 class BatchRequest:
     """One batch through one model, on one rank."""
 
-    def __init__(
-        self, new: NewRequest, model: TrainedModel, batch: CheckedBatch, plan: Sequence[Sequence[Sequence[int]]]
-    ) -> None:
+    def __init__(self, new: NewRequest, model: TrainedModel, batch: CheckedBatch, plan: list[list[list[int]]]) -> None:
         """`plan` is what `plan_batch` made of the batch."""
         loss_input = batch.loss_input
         self.number = new.number
@@ -74,30 +72,21 @@ class BatchRequest:
         self.share = Share()
         self._note = batch.note
         self._plan = plan
-        self._left = {index for step in plan for part in step for index in part}
-
-    @property
-    def is_done(self) -> bool:
-        """True if nothing is left to compute."""
-        return not self._left
+        """What is left of it: steps without a datum are removed."""
 
     @property
     def next_parts(self) -> list[list[int]]:
-        """By rank, the datums left of the next step that has any."""
-        for step in self._plan:
-            parts = [[index for index in part if index in self._left] for part in step]
-            if any(parts):
-                return parts
-        return []
+        """By rank, the datums left of the next step."""
+        return self._plan[0] if self._plan else []
 
     @property
     def left(self) -> list[int]:
         """Datums that are still to be computed, in planned order."""
-        return [index for step in self._plan for part in step for index in part if index in self._left]
+        return [index for step in self._plan for part in step for index in part]
 
     def next_on(self, rank: int, besides: Sequence[int]) -> list[int]:
         """Return this rank's datums of the next planned microbatch, once those of `besides` are computed."""
-        parts = ([index for index in step[rank] if index in self._left and index not in besides] for step in self._plan)
+        parts = ([index for index in step[rank] if index not in besides] for step in self._plan)
         return next((part for part in parts if part), [])
 
     def num_tokens(self, indices: Sequence[int]) -> int:
@@ -108,13 +97,11 @@ class BatchRequest:
         """Count the images of some datums."""
         return sum(len(self.layouts[index].spans) for index in indices)
 
-    def inputs(self, indices: Sequence[int]) -> list[tuple[ModelInput, Layout]]:
-        """Return the inputs of some datums, with their layouts."""
-        return [(self.data[index].model_input, self.layouts[index]) for index in indices]
-
     def computed(self, indices: Sequence[int]) -> None:
         """Mark these datums as computed."""
-        self._left.difference_update(indices)
+        done = set(indices)
+        plan = [[[index for index in part if index not in done] for part in step] for step in self._plan]
+        self._plan = [step for step in plan if any(step)]
 
     def require_finite(self, indices: Sequence[int]) -> None:
         """Raise InvalidInput if a log probability that this rank has of these datums is not finite."""
@@ -165,15 +152,11 @@ def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max
             continue
         for index in other.left:
             rank = min(range(side_by_side), key=used.__getitem__)
-            if used[rank] + other.lengths[index] <= max_tokens and _ranks_fit(chosen[rank], other):
+            summed = sum(one.model.config.rank for one in {**chosen[rank], other: []})
+            if used[rank] + other.lengths[index] <= max_tokens and summed <= MAX_SUMMED_RANK:
                 chosen[rank].setdefault(other, []).append(index)
                 used[rank] += other.lengths[index]
     return chosen
-
-
-def _ranks_fit(members: Members, other: BatchRequest) -> bool:
-    summed: int = sum(one.model.config.rank for one in {**members, other: []})
-    return summed <= MAX_SUMMED_RANK
 
 
 def targets(datum: Datum) -> np.ndarray:

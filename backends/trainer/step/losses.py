@@ -213,6 +213,46 @@ def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
     return observed
 
 
+class MicrobatchLoss:
+    """The loss of a packed microbatch: the sum of its requests' losses, each of the request's own tokens."""
+
+    def __init__(self, parts: Sequence[tuple[Loss, Callable[..., LossInputs], int]]) -> None:
+        """`parts` has each request's loss, its inputs as `packing.loss_inputs` gives them, and its number of tokens, in
+        the order of the tokens; empty: there is padding alone."""
+        self._parts = parts
+        self._num_tokens = [num_tokens for _, _, num_tokens in parts]
+        self.by_token = bool(parts) and all(loss.by_token for loss, _, _ in parts)
+        """True if the gradient of a token depends on no other token's log probability."""
+
+    def __call__(self, logprobs_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [], and [P, 9] what `observe` gives for each of P requests; tokens behind theirs are
+        padding."""
+        if not self._parts:
+            return logprobs_TK.sum() * 0, logprobs_TK.new_zeros(0, _NUM_VALUES)
+        values, observed = [], []
+        by_request = logprobs_TK[: sum(self._num_tokens)].split(self._num_tokens)
+        for (loss, inputs, _), part_TK in zip(self._parts, by_request, strict=True):
+            given = inputs(part_TK)
+            values.append(loss.compute(given))
+            observed.append(observe(loss, given, values[-1]))
+        return torch.stack(values).sum(), torch.stack(observed)
+
+    def token_gradient(self, logprobs_TK: Tensor, begin: int) -> Tensor:
+        """Return the gradient [T, K] of the loss by these log probabilities, which are those of the microbatch's tokens
+        from `begin` on. Only if the loss is `by_token`."""
+        leaf_TK, values, first = logprobs_TK.detach().requires_grad_(), [], 0
+        with torch.enable_grad():
+            for loss, inputs, num_tokens in self._parts:
+                own = slice(max(first, begin), min(first + num_tokens, begin + len(logprobs_TK)))
+                if own.start < own.stop:
+                    part_TK = leaf_TK[own.start - begin : own.stop - begin]
+                    values.append(loss.compute(inputs(part_TK, slice(own.start - first, own.stop - first))))
+                first += num_tokens
+            if not values:  # padding alone
+                return torch.zeros_like(logprobs_TK)
+            return torch.autograd.grad(torch.stack(values).sum(), leaf_TK)[0]
+
+
 def metrics(observations: Iterable[Sequence[float]], loss: Loss) -> dict[str, float]:
     """Return metrics by name and reduction, which is how the SDK combines several requests' (protocol section 6.4).
     Means are over positions that train; without any, or if one is not finite, they are left out."""
