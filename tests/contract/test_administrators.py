@@ -236,6 +236,15 @@ def test_a_key_of_the_scope_sample_finishes_its_session_and_none_that_trains(hou
     assert "may finish no session with models" in answer.text
 
 
+def test_a_key_of_the_scope_sample_reads_results_of_samples_alone(house: House) -> None:
+    run_id = house.alice.new_run()
+    step = house.ask(house.alice_key, "POST", "/optim_step", model_id=run_id, seq_id=1, adam_params={}).json()
+    narrow = house.ask(house.sample_key, "POST", "/retrieve_future", request_id=step["request_id"])
+    assert (narrow.status_code, narrow.json()["error"]) == (404, "UnknownFuture")
+    assert house.ask(house.alice_key, "POST", "/retrieve_future", request_id=step["request_id"]).status_code == 200
+    assert house.ask(house.sample_key, "POST", "/retrieve_future", request_id=step["request_id"]).status_code == 404
+
+
 def test_a_key_of_the_scope_metrics_reads_metrics_and_does_nothing_else(house: House) -> None:
     headers = {"x-api-key": house.metrics_key}
     assert httpx.get(f"{house.server.url}/metrics", headers=headers).status_code == 200

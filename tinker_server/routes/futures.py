@@ -33,7 +33,7 @@ from tinker_server.offload import INLINE_BYTES, LARGE, off_loop
 from tinker_server.operations.table import OPERATIONS
 from tinker_server.store.futures.notifications import Target
 from tinker_server.store.futures.records import Result
-from tinker_server.web.deps import AppSettings, Caller, Futures, Samplers, SchedulerDep, Server
+from tinker_server.web.deps import AppSettings, Caller, Futures, KnownKey, Samplers, SchedulerDep, Server
 from tinker_server.web.refusals import BINARY, Described, refused
 
 router = APIRouter()
@@ -80,18 +80,20 @@ UntilSent = Annotated[AsyncExitStack, Depends(_until_sent)]
 async def retrieve_future(
     poll: RetrieveFutureRequest,
     server: Server,
-    caller: Caller,
+    key: KnownKey,
     sending: UntilSent,
     accept: Annotated[str, Header(description=ACCEPT)] = "",
 ) -> Response:
     """Return the stored bytes as soon as they exist; 408 after a while without them, and the client asks again."""
     request_id = _checked(poll.request_id)
+    if key.scope == "sample":
+        await server.futures.require_sample(request_id)
 
     async def admit(size_bytes: int) -> None:
         if size_bytes > SLICE_BYTES:
-            await sending.enter_async_context(server.ledger.result(caller, size_bytes))
+            await sending.enter_async_context(server.ledger.result(key.name, size_bytes))
 
-    result = await server.futures.wait(request_id, caller, server.settings.poll_hold_s, admit)
+    result = await server.futures.wait(request_id, key.name, server.settings.poll_hold_s, admit)
     if result is None:
         unfinished = server.futures.queue.get(request_id)
         waits_for = None if unfinished is None else server.scheduler.waits_for(unfinished.lane)
@@ -104,7 +106,7 @@ async def retrieve_future(
     if is_large and poll.allow_metadata_only and server.futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
         return Response(metadata.model_dump_json(), media_type="application/json")
-    answer = _answer(result, is_protobuf, caller)
+    answer = _answer(result, is_protobuf, key.name)
     answer.background = BackgroundTask(server.futures.note_sent, request_id, result)  # after the last byte
     return answer
 

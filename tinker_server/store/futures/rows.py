@@ -116,6 +116,11 @@ class FutureRows:
         async with self._db.read() as session:
             return await session.scalar(select(Future.owner).where(Future.request_id == request_id))
 
+    async def kind(self, request_id: str) -> str | None:
+        """Return the kind of an operation; None for an unknown one."""
+        async with self._db.read() as session:
+            return await session.scalar(select(Future.kind).where(Future.request_id == request_id))
+
     async def outcome(self, request_id: str, owner: str) -> Outcome | None:
         """Return how an owner's operation ended, without its body, which may be a thousand times as large."""
         columns = (

@@ -105,6 +105,13 @@ class FutureStore:
         self._announced.add(request_id)
         return is_first
 
+    async def require_sample(self, request_id: str) -> None:
+        """Raise UnknownFuture for an operation that is no sample."""
+        operation = self.queue.get(request_id)
+        kind = await self.rows.kind(request_id) if operation is None else operation.operation_kind
+        if kind not in (None, "sample"):
+            raise _unknown(request_id)
+
     async def require_finished_sample(self, request_id: str, owner: str) -> None:
         """Raise UnknownFuture, or BadRequest for an operation that cannot be cancelled."""
         if (operation := self.queue.get(request_id)) is not None and operation.owner == owner:
