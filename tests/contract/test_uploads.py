@@ -264,6 +264,23 @@ def test_an_owner_has_four_uploads_and_others_have_theirs(server: Running) -> No
     started(server)
 
 
+def test_a_start_takes_the_place_of_the_upload_that_was_refused_first(server: Running) -> None:
+    begun = [started(server) for _ in range(4)]
+    for upload in begun[:3]:
+        put(upload["urls"][FILES[0]], CONFIG)
+        put(upload["urls"][FILES[1]], b"no tensors")
+        assert finish(server, upload["upload_id"]).status_code == 400
+    put(begun[0]["urls"][FILES[1]], CONTENT[FILES[1]])  # mended: it is no longer refused
+    started(server)
+    assert finish(server, begun[1]["upload_id"]).status_code == 404
+    assert finish(server, begun[2]["upload_id"]).status_code == 400
+    assert finish(server, begun[0]["upload_id"]).status_code == 200
+    assert put(begun[3]["urls"][FILES[0]], CONFIG).status_code == 200
+    started(server), started(server)
+    full = server.http.post("/external_weights_upload_start", json=START)
+    assert full.json()["error"] == "LimitReached"
+
+
 def test_an_upload_under_which_the_trainer_ends_twice_is_refused(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

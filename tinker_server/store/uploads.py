@@ -53,6 +53,8 @@ class Upload(BaseModel):
     """End of its links, in Unix seconds."""
     is_finished: bool = False
     """True once its weights are saved."""
+    refused_at: float | None = None
+    """Time in Unix seconds at which its files were refused; None once another file has come."""
 
 
 class UploadFolder:
@@ -123,11 +125,25 @@ class UploadFolder:
         """
         limit = CONFIG_BYTES if name == ADAPTER_CONFIG_FILE else upload.max_bytes
         async with self.unchanged(upload.upload_id):
+            if upload.refused_at is not None:
+                self.put(upload.model_copy(update={"refused_at": None}))
             try:
                 with written_aside(self.path(upload.upload_id) / name, durable=False) as aside:
                     return await _write(aside, name, parts, limit)
             except OSError as error:
                 raise _not_written(error) from None
+
+    async def release_refused(self, uploads: list[Upload]) -> bool:
+        """Delete the upload among these that was refused first, unless a file comes for it. Return whether there was
+        one."""
+        idle = (upload for upload in uploads if not self.unchanged(upload.upload_id).locked())
+        refused = (upload for upload in idle if upload.refused_at is not None)
+        first = min(refused, key=lambda upload: upload.refused_at or 0, default=None)
+        if first is None:
+            return False
+        async with self.unchanged(first.upload_id):
+            await asyncio.to_thread(shutil.rmtree, self.path(first.upload_id), ignore_errors=True)
+        return True
 
     def unchanged(self, upload_id: str) -> asyncio.Lock:
         """Return the lock of an upload's files, which are received one after the other."""

@@ -17,7 +17,7 @@ from api_schemas import ids
 from api_schemas.checkpoints import UploadStartRequest
 from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
-from backends.protocol import ADAPTER_FILE, BackendFailed, BaseModelInfo, ModelLost, ProcessDied
+from backends.protocol import ADAPTER_FILE, BackendFailed, BaseModelInfo, InvalidInput, ModelLost, ProcessDied
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, LimitReached, Unsupported, UploadFailed, failure
 from tinker_server.offload import on_files
@@ -63,7 +63,7 @@ class Uploads:
             if (first := self.folder.find(upload.upload_id)) is not None:
                 return first
             unfinished = await asyncio.to_thread(self.folder.open_of, owner, time.time())
-            if len(unfinished) >= UPLOADS_OF_OWNER:
+            if len(unfinished) >= UPLOADS_OF_OWNER and not await self.folder.release_refused(unfinished):
                 raise LimitReached(
                     f"{len(unfinished)} uploads of {owner} are not finished; {UPLOADS_OF_OWNER} are allowed: finish"
                     " some, or wait until their links have expired"
@@ -109,17 +109,26 @@ class Uploads:
             return path
         directory = self.folder.path(upload.upload_id)
         async with self.folder.unchanged(upload.upload_id):  # a file may still come, which was begun before
-            await on_files(upload.owner, _check_files, directory, upload)
-            await on_files(upload.owner, require_same_base, directory, self._names(upload.base_model))
-            if self._deaths[upload.upload_id] >= DEATHS:
-                raise BadRequest(f"the trainer ended {DEATHS} times while it read the upload {upload.upload_id}")
+            await on_files(upload.owner, _require_files, directory)
             try:
-                await self._save(upload, directory, path, session_id)
-            except (ModelLost, BackendFailed) as error:
-                self._deaths[upload.upload_id] += isinstance(error, ModelLost | ProcessDied)
-                raise UploadFailed(failure(error).error) from None
+                await self._read(upload, directory, path, session_id)
+            except (BadRequest, InvalidInput):
+                self.folder.put(upload.model_copy(update={"refused_at": time.time()}))
+                raise
             await self.folder.finish(upload)
         return path
+
+    async def _read(self, upload: Upload, directory: Path, path: TinkerPath, session_id: str) -> None:
+        """Check the files and save them as weights. Raises BadRequest, InvalidInput, UploadFailed."""
+        await on_files(upload.owner, _check_header, directory, upload)
+        await on_files(upload.owner, require_same_base, directory, self._names(upload.base_model))
+        if self._deaths[upload.upload_id] >= DEATHS:
+            raise BadRequest(f"the trainer ended {DEATHS} times while it read the upload {upload.upload_id}")
+        try:
+            await self._save(upload, directory, path, session_id)
+        except (ModelLost, BackendFailed) as error:
+            self._deaths[upload.upload_id] += isinstance(error, ModelLost | ProcessDied)
+            raise UploadFailed(failure(error).error) from None
 
     def _names(self, base_model: str) -> list[str]:
         """Return a base's name, those of the same directory, and the directory or hub id."""
@@ -171,10 +180,14 @@ def _new(request: UploadStartRequest, info: BaseModelInfo, idempotency_key: str 
     )
 
 
-def _check_files(directory: Path, upload: Upload) -> None:
-    """Raise BadRequest if a file is missing, or its header is longer than an adapter's. Looks at no tensor."""
+def _require_files(directory: Path) -> None:
+    """Raise BadRequest if a file is missing."""
     if missing := [name for name in FILES if not (directory / name).exists()]:
         raise BadRequest(f"{' and '.join(missing)} did not come: put each file to its url before you finish the upload")
+
+
+def _check_header(directory: Path, upload: Upload) -> None:
+    """Raise BadRequest if the header of the tensors is longer than an adapter's. Looks at no tensor."""
     with (directory / ADAPTER_FILE).open("rb") as file:
         begin = file.read(8)
     if len(begin) < 8 or struct.unpack("<Q", begin)[0] > upload.max_header_bytes:
