@@ -51,7 +51,18 @@ def test_a_start_on_a_read_only_disk_names_it(read_only: str, said: str, tmp_pat
     data_dir = tmp_path / "data"
     Running(data_dir).stop()
     (data_dir / ".lock").unlink(missing_ok=True)
-    command = [sys.executable, "-c", FAKES, "serve", "--port", "0", "--data-dir", data_dir, "--model", "tiny=org/name"]
+    command = [
+        sys.executable,
+        "-c",
+        FAKES,
+        "serve",
+        "--port",
+        "0",
+        "--data-dir",
+        str(data_dir),
+        "--model",
+        "tiny=org/name",
+    ]
     with immutable(data_dir / read_only):
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
