@@ -181,7 +181,7 @@ def test_a_conversation_with_images_and_calls_becomes_messages(owners: tuple[Own
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type is input_file"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
-            "files are not supported",
+            "input.0.content.0.file_id is not supported",
         ),
         ({"input": [3]}, "input.0 must be an object"),
         ({"input": None}, "input must be a text or a list"),

@@ -10,6 +10,7 @@ from api_schemas.base import unstorable
 from api_schemas.inputs import MAX_IMAGE_CHARS
 from backends.protocol import ChatEndpoint
 from tinker_server.chat.bounds import MAX_NAME, quoted, require_bounded
+from tinker_server.chat.fields import ANY, SHAPES, is_moot, require_known
 from tinker_server.chat.messages import require_arguments
 from tinker_server.errors import BadField
 
@@ -39,7 +40,6 @@ FIELDS: dict[ChatEndpoint, frozenset[str]] = {
 }
 """Supported fields. vLLM has many more, which are for its operator or would let owners affect one another."""
 
-ANY = object()
 WITHOUT_EFFECT: dict[ChatEndpoint, dict[str, tuple[object, ...]]] = {
     "chat_completions": {
         "metadata": (ANY,),
@@ -120,7 +120,11 @@ def parse(content: bytes | bytearray) -> dict[str, Any]:
 
 def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> ChatRequest:
     """Check a parsed body. Raises BadField."""
-    body = {field: value for field, value in body.items() if value is not None and not _is_moot(endpoint, field, value)}
+    body = {
+        field: value
+        for field, value in body.items()
+        if value is not None and not is_moot(value, WITHOUT_EFFECT[endpoint].get(field, ()))
+    }
     for field, value in body.items():
         if field not in FIELDS[endpoint]:
             allowed = ", ".join(sorted(FIELDS[endpoint]))
@@ -134,6 +138,7 @@ def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Ch
         if (problem := unstorable(value)) is not None:
             raise BadField(f"{field} {problem}", field)
     require_bounded(body)
+    require_known(body, SHAPES[endpoint])
     require_arguments(body.get("messages"))
     model = body.get("model")
     if not isinstance(model, str) or len(model) > MAX_NAME:
@@ -145,12 +150,6 @@ def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Ch
     if prompts * n > MAX_CHOICES:
         raise BadField(f"{prompts} prompts with n {n}; {MAX_CHOICES} sequences are allowed in one request", "prompt")
     return ChatRequest(endpoint, model, streamed, prompts * n, body, size_bytes)
-
-
-def _is_moot(endpoint: ChatEndpoint, field: str, value: object) -> bool:
-    """Return whether a field changes nothing, whether the request has it or not."""
-    values = WITHOUT_EFFECT[endpoint].get(field, ())
-    return any(one is ANY or (type(one) is type(value) and one == value) for one in values)
 
 
 def _checked(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:

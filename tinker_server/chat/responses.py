@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_server.chat.bounds import quoted, require_echoed
+from tinker_server.chat.fields import RESPONSES, require_known
 from tinker_server.chat.messages import text_of
 from tinker_server.errors import BadField
 
@@ -42,6 +43,7 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
             raise BadField(f"{name} is {quoted(value)}; supported is {allowed}", name)
         if name not in (*FIELDS, *WITHOUT_EFFECT, *LABELS):
             raise BadField(f"{name} is not supported; supported are {', '.join(sorted(FIELDS))}", name)
+    require_known(body, RESPONSES)
     require_echoed(body.get("metadata"), "metadata")
     chat = {name: body[name] for name in SAME if name in body}
     said = body.get("instructions")
