@@ -91,6 +91,7 @@ vision-rl: $(STAMP) .cookbook/.installed
 check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python .ci/prose.py
 	$(BIN)/mypy
 
 docs: $(STAMP)
