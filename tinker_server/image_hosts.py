@@ -36,7 +36,9 @@ async def fetch(url: str, hosts: Sequence[str], max_bytes: int, owner: str) -> b
         addresses = await _LOOKUPS.run(owner, _look_up, target)
     except (httpx.InvalidURL, OSError, UnicodeError) as error:
         raise BadRequest(f"{_quoted(url)} cannot be fetched ({type(error).__name__})") from None
-    if not (allowed := [one for one in addresses if is_global(one) or _is_listed(str(one), target, hosts)]):
+    if not (
+        allowed := [address for address in addresses if is_global(address) or _is_listed(str(address), target, hosts)]
+    ):
         raise BadRequest(
             f"{_quoted(url)} is not fetched: its host has the address {addresses[0]}, which is not public; the operator"
             " may list it in the setting image_hosts, as an address and with the port if the URL has one"

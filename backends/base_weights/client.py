@@ -75,14 +75,14 @@ class BaseWeights:
                 try:
                     await holders
                 except BaseException:
-                    await asyncio.gather(*(one.stop(GRACE_S) for one in children))
+                    await asyncio.gather(*(child.stop(GRACE_S) for child in children))
                     raise
             return self._with_users(children)
 
         return start
 
     def _with_users(self, children: list[Child]) -> list[Child]:
-        self._users = [*(one for one in self._users if not one.died.is_set()), *children]
+        self._users = [*(user for user in self._users if not user.died.is_set()), *children]
         return children
 
     async def _running(self) -> None:
@@ -92,7 +92,7 @@ class BaseWeights:
 
     async def _start(self, start_workers: Callable[[ModelSpec], Awaitable[list[Child]]]) -> list[Child]:
         users, self._users = self._users, []
-        await asyncio.gather(*(one.stop(GRACE_S) for one in users))
+        await asyncio.gather(*(user.stop(GRACE_S) for user in users))
         return await start_workers(self.spec)
 
     async def _load(self, holders: list[Child]) -> None:

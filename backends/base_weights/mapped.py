@@ -179,7 +179,7 @@ class BaseTensors:
     def num_own_bytes(self, parameters: Iterable[Tensor]) -> int:
         """Return the bytes of those parameters that are in no mapped memory."""
         storages = {_storage(one) for one in self.mapped.values()}
-        return sum(one.nbytes for one in parameters if _storage(one) not in storages)
+        return sum(parameter.nbytes for parameter in parameters if _storage(parameter) not in storages)
 
 
 def checked_tensors(
@@ -311,15 +311,20 @@ def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
         if after.storage_offset() != offset:
             return None
     shape = list(first.shape)
-    shape[at] = sum(one.shape[at] for one in tensors)
+    shape[at] = sum(tensor.shape[at] for tensor in tensors)
     return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 def _alike(tensors: Sequence[Tensor], but: int | None = None) -> bool:
     """Return whether all are in one storage and have one layout, but for the size of one dimension."""
     layouts = {
-        (_storage(one), one.dtype, one.stride(), tuple(size for dim, size in enumerate(one.shape) if dim != but))
-        for one in tensors
+        (
+            _storage(tensor),
+            tensor.dtype,
+            tensor.stride(),
+            tuple(size for dim, size in enumerate(tensor.shape) if dim != but),
+        )
+        for tensor in tensors
     }
     return len(layouts) == 1
 

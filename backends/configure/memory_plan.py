@@ -95,28 +95,28 @@ class MemoryPlan:
     def of(self, gpu: int, model: str | None = None, process: Process | None = None) -> int:
         """Return the bytes on a GPU, of all or of one model and process."""
         return sum(
-            one.size_bytes
-            for one in self.parts
-            if one.gpu == gpu and model in (None, one.model) and process in (None, one.process)
+            part.size_bytes
+            for part in self.parts
+            if part.gpu == gpu and model in (None, part.model) and process in (None, part.process)
         )
 
     @property
     def missing_bytes(self) -> int:
         """The most that any GPU lacks; at most 0 if everything fits."""
         lacking = [-total for total in self.totals]
-        for one in self.parts:
-            lacking[one.gpu] += one.size_bytes
+        for part in self.parts:
+            lacking[part.gpu] += part.size_bytes
         return max(lacking)
 
     def holds(self, model: str) -> bool:
         """Return whether trainer and engines of a model map a copy of the base that other processes hold."""
-        return any((one.model, one.process) == (model, "holder") for one in self.parts)
+        return any((part.model, part.process) == (model, "holder") for part in self.parts)
 
     def lines(self) -> list[str]:
         """List each process's parts, a line for each process of a GPU."""
         found: defaultdict[tuple[int, str, Process], list[str]] = defaultdict(list)
-        for one in self.parts:
-            found[one.gpu, one.model, one.process].append(f"{one.name} {gib(one.size_bytes)}")
+        for part in self.parts:
+            found[part.gpu, part.model, part.process].append(f"{part.name} {gib(part.size_bytes)}")
         lines = []
         for (gpu, model, process), parts in sorted(found.items()):
             where = "main memory" if self.device == "cpu" else f"GPU {gpu}"
@@ -126,9 +126,9 @@ class MemoryPlan:
     def describe(self, gpu: int) -> str:
         """List each model's parts on a GPU, for an error."""
         named: defaultdict[str, list[str]] = defaultdict(list)
-        for one in self.parts:
-            if one.gpu == gpu:
-                named[one.model].append(f"{one.process} {one.name} {gib(one.size_bytes)}")
+        for part in self.parts:
+            if part.gpu == gpu:
+                named[part.model].append(f"{part.process} {part.name} {gib(part.size_bytes)}")
         return "; ".join(f"{name} {gib(self.of(gpu, name))} ({', '.join(parts)})" for name, parts in named.items())
 
 
@@ -272,8 +272,8 @@ def _parts(size: ModelSize, gpu: int, process: Process, parts: Mapping[str, int]
 def _summed(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
     """Add up equal parts of one memory: on the CPU those of several ranks and engines."""
     totals: defaultdict[tuple[str, int, Process, str], int] = defaultdict(int)
-    for one in parts:
-        totals[one.model, one.gpu, one.process, one.name] += one.size_bytes
+    for part in parts:
+        totals[part.model, part.gpu, part.process, part.name] += part.size_bytes
     return [MemoryPart(*key, num_bytes) for key, num_bytes in totals.items()]
 
 

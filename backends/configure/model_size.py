@@ -85,13 +85,13 @@ class ModelSize:
         """Bytes of the largest matrix that is dequantised for a product."""
         if not self.packed_numbers:
             return 0
-        largest = max(one.outputs * one.inputs for one in self.numbers.matrices if not one.in_tower)
+        largest = max(matrix.outputs * matrix.inputs for matrix in self.numbers.matrices if not matrix.in_tower)
         return largest * self.number_bytes
 
     @property
     def trains_tower(self) -> bool:
         """True if models may train the vision tower."""
-        return any(one.in_tower for one in self.numbers.matrices)
+        return any(matrix.in_tower for matrix in self.numbers.matrices)
 
     def tower_bytes(self, num_tokens: int) -> int:
         """Return what the images of a microbatch take before the decoder computes, or after its backward, if they are
@@ -110,20 +110,24 @@ class ModelSize:
     def slot_bytes(self, rank: int, tensor_parallel: int = 1) -> int:
         """Return the bytes of an adapter slot in each of so many ranks of an engine."""
         total = 0
-        for one in self.numbers.matrices:
-            inputs, outputs = _SLICES.get(one.name, 1) * one.inputs, one.outputs
-            pieces = self._pieces(one, tensor_parallel)
-            if one.name in _ROW_PARALLEL or (one.name == _EXPERTS and outputs == self.hidden):
+        for matrix in self.numbers.matrices:
+            inputs, outputs = _SLICES.get(matrix.name, 1) * matrix.inputs, matrix.outputs
+            pieces = self._pieces(matrix, tensor_parallel)
+            if matrix.name in _ROW_PARALLEL or (matrix.name == _EXPERTS and outputs == self.hidden):
                 inputs = -(-inputs // pieces)
-            elif one.name != _HEAD:
+            elif matrix.name != _HEAD:
                 outputs = -(-outputs // pieces)
-            total += one.count * (inputs + outputs)
+            total += matrix.count * (inputs + outputs)
         return total * rank * self.number_bytes
 
     def rank_numbers(self, tensor_parallel: int) -> int:
         """Return the numbers of the base in each of so many ranks of an engine, at most. In most kinds each has the
         whole vision tower: images are divided among them."""
-        matrices = [(one, one.count * one.outputs * one.inputs) for one in self.numbers.matrices if not one.in_tower]
+        matrices = [
+            (matrix, matrix.count * matrix.outputs * matrix.inputs)
+            for matrix in self.numbers.matrices
+            if not matrix.in_tower
+        ]
         others = self.numbers.base - self.numbers.tower - sum(count for _, count in matrices)
         of_matrices = sum(-(-count // self._pieces(one, tensor_parallel)) for one, count in matrices)
         return self.numbers.tower + of_matrices - (-others // tensor_parallel)

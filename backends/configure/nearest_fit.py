@@ -63,7 +63,7 @@ def suggestions(
             return False
         return True
 
-    found: list[Suggestion] = [one for one in _copies(config, device) if fits(one)]
+    found: list[Suggestion] = [copy for copy in _copies(config, device) if fits(copy)]
     found += islice(filter(fits, _slices(sizes, config, machine)), 1)
     for less_and_less in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config, machine)):
         nearest = bisect_left(less_and_less, True, key=fits)

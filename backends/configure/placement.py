@@ -105,7 +105,9 @@ def placement(plan: MemoryPlan, model: str) -> Placement:
     if plan.device == "cpu":
         return Placement(engines=((),) * len(layout.engines))
     contexts = {
-        (one.gpu, one.process): one.size_bytes for one in plan.parts if (one.model, one.name) == (model, "context")
+        (part.gpu, part.process): part.size_bytes
+        for part in plan.parts
+        if (part.model, part.name) == (model, "context")
     }
 
     def trainer(gpu: int) -> int:

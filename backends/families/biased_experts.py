@@ -44,7 +44,7 @@ def lay_out_experts(model: PreTrainedModel, own: dict[str, Tensor], dtype: torch
 
     Shards are of whole experts: only the dimensions behind are laid out anew. Dequantised, they were in bfloat16.
     """
-    for name, base in [one for one in model.named_modules() if has_own_experts(one[1])]:
+    for name, base in [named_module for named_module in model.named_modules() if has_own_experts(named_module[1])]:
         require_as_written([EXPERTS])
         num_experts, inner, hidden = base.down_proj.shape
         model.set_submodule(name, BiasedExperts(num_experts, hidden, inner))

@@ -51,7 +51,7 @@ class Numbers:
     @cached_property
     def adapter(self) -> int:
         """Numbers of an adapter that trains all modules, per LoRA rank."""
-        return sum(one.count * (one.outputs + one.inputs) for one in self.matrices)
+        return sum(matrix.count * (matrix.outputs + matrix.inputs) for matrix in self.matrices)
 
 
 @dataclass(frozen=True)

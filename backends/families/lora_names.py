@@ -108,7 +108,7 @@ def trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the parameters of full fine-tuning by name, each once: the decoder with its embeddings, and the head.
     Nothing of a vision tower."""
     parts: list[nn.Module] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
-    trained = {id(one) for part in parts for one in part.parameters()}
+    trained = {id(parameter) for part in parts for parameter in part.parameters()}
     return {name: one for name, one in model.named_parameters() if id(one) in trained}
 
 

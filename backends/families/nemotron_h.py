@@ -45,6 +45,6 @@ def require_known(config: PretrainedConfig, source: str) -> None:
 def unlimit_time_steps(model: nn.Module) -> None:
     """Let time steps of Mamba2 be as short as they are. transformers makes those longer that are below the config's
     `time_step_min`, which is meant for their initial values; the engine has no limit."""
-    for mixer in [one for one in model.modules() if type(one).__name__ == "NemotronHMamba2Mixer"]:
+    for mixer in [module for module in model.modules() if type(module).__name__ == "NemotronHMamba2Mixer"]:
         require_as_written([MIXER])
         vars(mixer)["time_step_limit"] = (0.0, math.inf)

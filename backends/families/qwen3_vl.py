@@ -196,10 +196,10 @@ class Qwen3VLTower:
 
     def output(self, features: Sequence[ImageFeatures]) -> object:
         """Return features in the form that `compute` got from the model."""
-        tokens = tuple(one[0] for one in features)
+        tokens = tuple(feature[0] for feature in features)
         if not self._has_taps:
             return self._output(pooler_output=tokens)
-        taps = [list(tap) for tap in zip(*(one[1:] for one in features), strict=True)]
+        taps = [list(tap) for tap in zip(*(feature[1:] for feature in features), strict=True)]
         split = taps if self._splits_taps else [torch.cat(tap) for tap in taps]
         return self._output(pooler_output=tokens, deepstack_features=split)
 

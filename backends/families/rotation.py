@@ -29,7 +29,7 @@ def check_rotation(text_config: PretrainedConfig, context: int, source: str) -> 
 def _by_layer_type(text_config: PretrainedConfig) -> list[Mapping[str, object]]:
     """Return the parameters of every kind of layer that has its own, or of all layers."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    return [one for one in parameters.values() if isinstance(one, Mapping)] or [parameters]
+    return [parameter for parameter in parameters.values() if isinstance(parameter, Mapping)] or [parameters]
 
 
 def _original_length(rope_type: str, parameters: Mapping[str, Any], text_config: PretrainedConfig) -> int | None:

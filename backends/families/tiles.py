@@ -72,7 +72,7 @@ class TileTower:
 
     def output(self, features: Sequence[ImageFeatures]) -> object:
         """Return all images' tiles [P, F, H], one after the other."""
-        return BaseModelOutputWithPooling(pooler_output=torch.cat([one[0] for one in features]))
+        return BaseModelOutputWithPooling(pooler_output=torch.cat([feature[0] for feature in features]))
 
 
 def tiles_bytes(num_tiles: int, height: int, width: int) -> int:

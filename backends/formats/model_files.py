@@ -64,7 +64,7 @@ def _announce_download(source: str) -> None:
         files = snapshot_download(source, ignore_patterns=OTHER_LAYOUTS, dry_run=True)
     except (HfHubHTTPError, HFValidationError, OSError):
         return  # the hub does not answer; the files may be here all the same
-    missing = [one.file_size or 0 for one in files if one.will_download]
+    missing = [file.file_size or 0 for file in files if file.will_download]
     if not missing:
         return
     cache = Path(constants.HF_HUB_CACHE)

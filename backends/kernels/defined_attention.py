@@ -91,5 +91,5 @@ def _defined(
     grad_weights_HTT = grad_HTD @ value_HTD.mT - (grad_HTD * out_HTD).sum(-1, keepdim=True)
     grad_scores_HTT = scale * weights_HTT * grad_weights_HTT
     of_keys = (grad_scores_HTT.mT @ query_HTD, weights_HTT.mT @ grad_HTD)
-    grad_key_GTD, grad_value_GTD = (one.unflatten(0, (-1, group)).sum(1) for one in of_keys)
+    grad_key_GTD, grad_value_GTD = (of_key.unflatten(0, (-1, group)).sum(1) for of_key in of_keys)
     return [one.transpose(0, 1) for one in (out_HTD, grad_scores_HTT @ key_HTD, grad_key_GTD, grad_value_GTD)]

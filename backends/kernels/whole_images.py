@@ -42,7 +42,7 @@ def add_later_gradients(
     """Return the gradients of query, key and value, from those of the causal part, which was given the whole output and
     its log-sum-exp; `saved` are query, key and value with these two."""
     *tensors, lse_HT = saved
-    summed = tuple(one.clone() for one in gradients)
+    summed = tuple(gradient.clone() for gradient in gradients)
     for image_IF in images_IF.split(_AT_ONCE):
         query, key, value, out, grad = _of_images([*tensors, grad_THD], image_IF)
         scores_IHFF, lse_IHF = _later_scores(query, key, scale), lse_HT[:, image_IF].transpose(0, 1)

@@ -71,7 +71,7 @@ class CrashIsolation:
         self._running.add(work)
         work.began_at = time.monotonic()
         if self._is_exclusive and self._groups and self._timer is None:
-            patience_s = max(_TRIAL_S, 2 * max(one.ran_s for one in self._groups[0]))
+            patience_s = max(_TRIAL_S, 2 * max(group.ran_s for group in self._groups[0]))
             self._timer = asyncio.get_running_loop().call_later(patience_s, self._next_group)
         try:
             yield prepared
@@ -91,8 +91,8 @@ class CrashIsolation:
         self._last_crashed = process
         suspects, now = set(self._running), time.monotonic()
         on_trial = set(self._groups[0]) if self._groups else set()
-        for one in suspects:
-            one.ran_s = max(one.ran_s, now - one.began_at)
+        for suspect in suspects:
+            suspect.ran_s = max(suspect.ran_s, now - suspect.began_at)
         if len(suspects) == 1 and suspects <= on_trial:
             next(iter(suspects)).is_culprit = True
         else:

@@ -129,7 +129,7 @@ class FairQueue:
     def _next(self) -> _Queue | None:
         queues = list(self._queues.values())
         if self._prioritized:
-            queues = [one for one in queues if (one.owner, one.key) in self._prioritized]
+            queues = [queue for queue in queues if (queue.owner, queue.key) in self._prioritized]
         return min(queues, key=lambda one: self.priority(one.owner, one.key), default=None)
 
     def _remove_if_empty(self, queue: _Queue) -> None:

@@ -142,7 +142,9 @@ class SamplerPool:
             if not self._is_several:
                 raise
             raise _of_engine(request.engine, error) from error
-        await asyncio.gather(*(self._acknowledge(one, command) for one in self.engines if one is not request.engine))
+        await asyncio.gather(
+            *(self._acknowledge(engine, command) for engine in self.engines if engine is not request.engine)
+        )
 
     def processes(self) -> list[ProcessState]:
         """Return the state of each engine's process that was started last."""
@@ -326,7 +328,7 @@ def _sum(engines: Mapping[int, EngineUse]) -> EngineUse | None:
 
 def _sum_batches(batches: Sequence[EngineBatch]) -> EngineBatch:
     return EngineBatch(
-        sum(one.running for one in batches),
-        sum(one.waiting for one in batches),
-        sum(one.cache_used for one in batches) / len(batches),
+        sum(batch.running for batch in batches),
+        sum(batch.waiting for batch in batches),
+        sum(batch.cache_used for batch in batches) / len(batches),
     )

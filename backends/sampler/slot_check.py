@@ -140,11 +140,11 @@ def _scaled(b: Tensor, scale: float) -> Tensor:
 
 def _stack(experts: Sequence[Part | None]) -> Part | None:
     """Stack one matrix of all experts, each of which has its own pair of tensors."""
-    there = [one for one in experts if one is not None]
+    there = [expert for expert in experts if expert is not None]
     if not there:
         return None
     a, b = (torch.zeros_like(half) for half in there[0])
-    whole = [one or (a, b) for one in experts]
+    whole = [expert or (a, b) for expert in experts]
     return torch.stack([a for a, _ in whole]), torch.stack([b for _, b in whole])
 
 

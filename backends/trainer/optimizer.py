@@ -44,7 +44,7 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
     `norm` is the gradient's. `sums_bits`: return sums [] of the bits that float32 parameters and moments will have.
     Raises InvalidInput if any of them would not be finite; parameters and moments are unchanged.
     """
-    parameters = [one for one in optimizer.param_groups[0]["params"] if one.grad is not None]
+    parameters = [weight for weight in optimizer.param_groups[0]["params"] if weight.grad is not None]
     if adam.grad_clip_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, adam.grad_clip_norm, norm)
     optimizer.param_groups[0].update(
@@ -59,10 +59,10 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
             sums += [one.view(torch.int32).sum(dtype=torch.int64) for one in stepped]
         del stepped  # or it is there beside the copies of the next pieces
     fresh = {
-        one: {"step": step_on_device(optimizer, torch.zeros(()), one)}
-        | {kind: torch.zeros_like(one, memory_format=torch.preserve_format) for kind in MOMENTS}
-        for one in parameters
-        if one not in optimizer.state
+        parameter: {"step": step_on_device(optimizer, torch.zeros(()), parameter)}
+        | {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in MOMENTS}
+        for parameter in parameters
+        if parameter not in optimizer.state
     }
     optimizer.state.update(fresh)
     return sums

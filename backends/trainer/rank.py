@@ -128,7 +128,7 @@ class TrainerRank:
     def _ways_to_room(self, besides: TrainedModel | None = None) -> list[Callable[[], None]]:
         """Return what frees memory of the device, in the order in which it is to be done: graphs are released, then
         models offloaded, those without requests first, of these the least recently used."""
-        busy = {one.model for one in self._requests.values()}
+        busy = {request.model for request in self._requests.values()}
         others = sorted(self._others_on_device(besides), key=busy.__contains__)
         return [self.base.release_graphs, *(partial(self._offload, one) for one in others)]
 
@@ -167,7 +167,7 @@ class TrainerRank:
         memory = self.base.memory
         if memory is None:
             return _UNLIMITED
-        busy = {one.model for one in self._requests.values() if one.backward}
+        busy = {request.model for request in self._requests.values() if request.backward}
         others = self._others_on_device(model)
         growing = sum(one.missing_bytes for one in others if one in busy or one.gradient != "none")
         memory.models_bytes = growing + (model.training_bytes if model in self._offloaded else model.missing_bytes)
@@ -190,15 +190,15 @@ class TrainerRank:
         if requests and requests[0].backward:
             failures |= self._have_room(requests[0])
         # Models that were offloaded have their turn when their request is the first.
-        fitting = [one for one in requests if not (one.backward and one.model in self._offloaded)]
+        fitting = [request for request in requests if not (request.backward and request.model in self._offloaded)]
         if fitting and requests[0].number not in failures:
             most = min(self._max_tokens, self._fitting_tokens)
             chosen = choose_microbatches(fitting, self._world.num_microbatches, most)
-            computed = tuple({one.number for members in chosen for one in members})
+            computed = tuple({member.number for members in chosen for member in members})
             failures |= {one.number: error for one, error in self._training_step.compute(chosen).items()}
         self.cancel_requests(list(failures))
         finished: list[FinishedRequest] = list(failures.items())
-        done = [one for one in requests if not one.left and one.number not in failures]
+        done = [request for request in requests if not request.left and request.number not in failures]
         # Ranks that compute one microbatch have the same results.
         everyones = gather_objects([one.share for one in done], self._world)[:: self._world.num_slices] if done else []
         for one, *shares in zip(done, *everyones, strict=True):

@@ -46,7 +46,7 @@ def reduce_scatter(tensors: Sequence[Tensor | None], shards: Sequence[Tensor], w
     All are of one precision. All ranks fail, or none.
     """
     machine = world.machine
-    buckets = _buckets([len(one) for one in shards], shards[0].dtype, machine)
+    buckets = _buckets([len(shard) for shard in shards], shards[0].dtype, machine)
     sent_NW, received_W = agreed(lambda: _buffers(buckets, shards[0], machine), world)
     for bucket in buckets:
         sent_NW.zero_()
@@ -80,7 +80,7 @@ def require_same_across(own: Tensor, world: World) -> None:
     dist.all_gather(of_machines, own, group=world.across.group)
 
     def require() -> None:
-        if not all(torch.equal(one, own) for one in of_machines):
+        if not all(torch.equal(of_machine, own) for of_machine in of_machines):
             raise BackendFailed(
                 "the machines of the trainer have computed different weights in one step: let only machines of one kind"
                 " of processor and GPU join"
@@ -96,7 +96,7 @@ def prepare_all_gather(shards: Sequence[Tensor], tensors: Sequence[Tensor], worl
     The memory that the function needs is allocated here: all ranks fail, or none.
     """
     machine = world.machine
-    buckets = _buckets([len(one) for one in shards], tensors[0].dtype, machine)
+    buckets = _buckets([len(shard) for shard in shards], tensors[0].dtype, machine)
     received_NW, sent_W = agreed(lambda: _buffers(buckets, tensors[0], machine), world)
 
     def gather() -> None:

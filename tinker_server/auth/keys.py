@@ -120,7 +120,7 @@ class Keys:
         if hashed not in self._known:
             return
         with _locked(self._path):
-            _write(self._path, [one for one in _lines(self._path) if one.hashed != hashed])
+            _write(self._path, [line for line in _lines(self._path) if line.hashed != hashed])
         self._known.pop(hashed, None)
 
     def _reload(self) -> None:
@@ -180,7 +180,7 @@ def remove(path: Path, name: str, key_id: str | None = None) -> int:
         return 0
     with _locked(path):
         lines = _lines(path)
-        kept = [one for one in lines if one.name != name or key_id not in (None, one.id)]
+        kept = [line for line in lines if line.name != name or key_id not in (None, line.id)]
         if len(kept) < len(lines):
             _write(path, kept)
     return len(lines) - len(kept)
@@ -188,7 +188,7 @@ def remove(path: Path, name: str, key_id: str | None = None) -> int:
 
 def read(path: Path) -> dict[str, Key]:
     """Return keys by hash; none if there is no file. Raises StartFailed."""
-    return {one.hashed: one for one in _lines(path)}
+    return {line.hashed: line for line in _lines(path)}
 
 
 def _lines(path: Path) -> list[Key]:
@@ -235,7 +235,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, lines: list[Key]) -> None:
-    write_private(path, (_HEADER + "".join(f"{one.line()}\n" for one in lines)).encode())
+    write_private(path, (_HEADER + "".join(f"{line.line()}\n" for line in lines)).encode())
 
 
 def _state(path: Path) -> tuple[int, int] | None:

@@ -109,11 +109,11 @@ def _require_stops(value: object, field: str, most: int) -> None:
     kind, kinds = (int, "token ids") if field == "stop_token_ids" else (str, "texts")
     if len(stops) > most:
         raise BadField(f"{field} has {len(stops)} items; {most} are allowed", field)
-    for one in stops:
-        if isinstance(one, str) and len(one) > MAX_STOP_CHARACTERS:
-            raise BadField(f"{field} has one of {len(one)} characters; {MAX_STOP_CHARACTERS} are allowed", field)
-        if not isinstance(one, kind):
-            raise BadField(f"{field} holds {_named(one)}; it must hold {kinds}", field)
+    for stop in stops:
+        if isinstance(stop, str) and len(stop) > MAX_STOP_CHARACTERS:
+            raise BadField(f"{field} has one of {len(stop)} characters; {MAX_STOP_CHARACTERS} are allowed", field)
+        if not isinstance(stop, kind):
+            raise BadField(f"{field} holds {_named(stop)}; it must hold {kinds}", field)
 
 
 def _require_biases(value: object) -> None:

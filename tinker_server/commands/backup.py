@@ -94,7 +94,7 @@ async def _consistent(data_dir: Path, url: str | URL, aside: Path, name: str) ->
         (aside / name).unlink(missing_ok=True)
         directories = await databases.copy(url, aside / name)
         await asyncio.to_thread(_link_all, data_dir, aside, directories)
-        if not (missing := {one for one in directories if not (aside / one).is_dir()}):
+        if not (missing := {directory for directory in directories if not (aside / directory).is_dir()}):
             for one in set(_present(aside)) - directories:
                 shutil.rmtree(aside / one)
             return directories

@@ -62,7 +62,7 @@ class Status:
 
     def as_json(self) -> str:
         """Return one JSON object: `training_runs` and `cursor` as the API has them, and `metrics`."""
-        metrics = [{"name": one.name, "labels": one.labels, "value": one.value} for one in self.samples]
+        metrics = [{"name": sample.name, "labels": sample.labels, "value": sample.value} for sample in self.samples]
         return json.dumps({**self.runs, "metrics": metrics})
 
 

@@ -74,7 +74,7 @@ class Gallery:
         if not self.per_owner or (size_bytes := _size_bytes(request.prompt)) is None:
             return
         sequences = [_beginning(one) for one in itertools.islice(response.sequences, SEQUENCES)]
-        size_bytes += sum(len(one.tokens) for one in sequences) * _TOKEN_BYTES
+        size_bytes += sum(len(sequence.tokens) for sequence in sequences) * _TOKEN_BYTES
         shown = Shown(
             owner=owner,
             sampler_id=request.sampling_session_id or "",

@@ -72,8 +72,12 @@ def _encoded(shown: Shown) -> bytes:
     fields["prompt"] = shown.prompt.model_dump(mode="json")
     fields["params"] = shown.params.model_dump(mode="json")
     fields["sequences"] = [
-        {"stop_reason": one.stop_reason, "tokens": one.tokens.tolist(), "logprobs": one.logprobs.tolist()}
-        for one in shown.sequences
+        {
+            "stop_reason": sequence.stop_reason,
+            "tokens": sequence.tokens.tolist(),
+            "logprobs": sequence.logprobs.tolist(),
+        }
+        for sequence in shown.sequences
     ]
     return json.dumps(fields).encode()
 
@@ -82,11 +86,11 @@ def _decoded(content: bytes) -> Shown:
     fields: dict[str, Any] = json.loads(content)
     sequences = [
         SampledSequence(
-            stop_reason=one["stop_reason"],
-            tokens=np.array(one["tokens"], np.int32),
-            logprobs=np.array(one["logprobs"], np.float32),
+            stop_reason=field["stop_reason"],
+            tokens=np.array(field["tokens"], np.int32),
+            logprobs=np.array(field["logprobs"], np.float32),
         )
-        for one in fields["sequences"]
+        for field in fields["sequences"]
     ]
     prompt, params = ModelInput.model_validate(fields["prompt"]), SamplingParams.model_validate(fields["params"])
     rebuilt = {"of": Drawn(*fields["of"]), "prompt": prompt, "params": params, "sequences": sequences}

@@ -196,8 +196,8 @@ def _answer_bytes(request: Request) -> int:
     """Return the bytes of log probabilities of a batch: a body of a kilobyte may ask for a hundred megabytes."""
     if not isinstance(request, ForwardBackwardRequest):
         return 0
-    targets = [one.loss_fn_inputs.get("target_tokens") for one in request.forward_backward_input.data]
-    return sum(one.size * LOGPROB_BYTES for one in targets if one is not None)
+    targets = [datum.loss_fn_inputs.get("target_tokens") for datum in request.forward_backward_input.data]
+    return sum(target.size * LOGPROB_BYTES for target in targets if target is not None)
 
 
 def _images(request: ForwardBackwardRequest) -> Iterator[bytes]:

@@ -381,4 +381,4 @@ READ_WEIGHTS = Patch(
     "cf78b90b2f9071167b7294b1235b3583d52ecb5f4c51c099a36097dc6f5f3980",
     "Tensors in fp8 are dequantised as they are read: their scales, and products of rounded activations, are not ours.",
 )
-PATCHES = [one for one in vars().values() if isinstance(one, Patch)]
+PATCHES = [patch for patch in vars().values() if isinstance(patch, Patch)]

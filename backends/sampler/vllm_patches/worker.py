@@ -196,7 +196,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     def _prompt_rows_of_head(self) -> prompt_scores.PromptRows:
         """Return what tells the LoRA kernels of the model's head that its rows are prompt tokens."""
-        heads = [one for one in self.model_runner.get_model().modules() if isinstance(one, LogitsProcessorWithLoRA)]
+        heads = [
+            module for module in self.model_runner.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)
+        ]
         if len(heads) != 1:
             raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
         prompt_rows: prompt_scores.PromptRows = heads[0].punica_wrapper.prompt_rows

@@ -30,18 +30,18 @@ class FullModel:
     @property
     def size_bytes(self) -> int:
         """Bytes of the masters on all ranks together."""
-        return self._world.size * sum(one.nbytes for one in self.parameters)
+        return self._world.size * sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def training_bytes(self) -> int:
         """Device memory of this rank for masters, a gradient, and two moments, in bytes."""
-        return (2 + len(MOMENTS)) * sum(one.nbytes for one in self.parameters)
+        return (2 + len(MOMENTS)) * sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def missing_bytes(self) -> int:
         """Device memory that it will take beside microbatches and has not taken yet, in bytes: a microbatch's gradient,
         at most as wide as a master, a gradient of its own, and two moments."""
-        size_bytes = sum(one.nbytes for one in self.parameters)
+        size_bytes = sum(parameter.nbytes for parameter in self.parameters)
         has_gradient = self.gradient != "none"
         return size_bytes * (1 + (not has_gradient) + (0 if self.optimizer.state else len(MOMENTS)))
 

@@ -237,7 +237,7 @@ def _replace_modules(
         ours = LoraLinear(base, scales) if isinstance(base, nn.Linear) else LoraExperts(base, scales)
         setattr(model.get_submodule(parent_name), last, ours)
         for kind, target, target_name, own_names in _matrices(name, ours):
-            names = [name_in_files(model, one) for one in own_names]
+            names = [name_in_files(model, own_name) for own_name in own_names]
             in_order += names
             member = (name_in_files(model, target_name), names, target)
             found.setdefault((flags[name], kind, target.matrix_shape), []).append(member)

@@ -89,7 +89,7 @@ class LoraModel:
         self._world = world
         self._is_shared = world.machine.size > 1
         self._weights = [half for stack in self.stacks for half in (stack.a_LrI, stack.b_LrO)]
-        self.parameters = [self._zero_shard(one) for one in self._weights] if self._is_shared else self._weights
+        self.parameters = [self._zero_shard(weight) for weight in self._weights] if self._is_shared else self._weights
         """The masters: this rank's shard [S] of every A and B; on an only rank A [L, r, I] and B [L, r, O] themselves.
         """
         self.optimizer = torch.optim.AdamW(self.parameters, fused=fused)
@@ -124,8 +124,8 @@ class LoraModel:
     def training_bytes(self) -> int:
         """Device memory of this rank for masters, two moments, a whole gradient and, with several ranks, the working
         copy, in bytes."""
-        masters = (1 + len(MOMENTS)) * sum(one.nbytes for one in self.parameters)
-        return masters + self.size_bytes + (sum(one.nbytes for one in self._weights) if self._is_shared else 0)
+        masters = (1 + len(MOMENTS)) * sum(parameter.nbytes for parameter in self.parameters)
+        return masters + self.size_bytes + (sum(weight.nbytes for weight in self._weights) if self._is_shared else 0)
 
     @property
     def missing_bytes(self) -> int:
@@ -134,7 +134,7 @@ class LoraModel:
         pairs = zip(self._weights, self.parameters, strict=True)
         missing = sum(one.numel() * master.itemsize for one, master in pairs if one.grad is None)
         if not self.optimizer.state:
-            missing += sum(len(MOMENTS) * one.nbytes + _STEP_COUNT_BYTES for one in self.parameters)
+            missing += sum(len(MOMENTS) * parameter.nbytes + _STEP_COUNT_BYTES for parameter in self.parameters)
         return missing
 
     @property
@@ -180,7 +180,7 @@ class LoraModel:
     def halves(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Return the whole A [L, r, I] and B [L, r, O] of every stacked adapter, at least as precise as `dtype`: the
         working copy, or else the masters, gathered for rank 0 alone. All ranks call it."""
-        halves = [one.data for one in self._weights]
+        halves = [weight.data for weight in self._weights]
         if self._is_shared and torch.promote_types(halves[0].dtype, dtype) != halves[0].dtype:
             halves = [self._gathered(one.data, index) for index, one in enumerate(self.parameters)]
         return list(zip(halves[::2], halves[1::2], strict=True))
@@ -188,7 +188,7 @@ class LoraModel:
     def masters(self) -> dict[str, Tensor]:
         """Return all masters, named and shaped as `tensors`: rank 0's alone, and on one rank views. All ranks call
         it."""
-        return self._named_on_rank_zero([one.data for one in self.parameters])
+        return self._named_on_rank_zero([parameter.data for parameter in self.parameters])
 
     def _named_on_rank_zero(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
         wholes = [self._gathered(one, index) for index, one in enumerate(own)]
@@ -211,7 +211,7 @@ class LoraModel:
         """Sum the gradient over ranks, each its shards, and return the L2 norm [] of the whole. All ranks fail, or
         none."""
         if self._is_shared:
-            sums = agreed(lambda: [torch.empty_like(one.data) for one in self.parameters], self._world)
+            sums = agreed(lambda: [torch.empty_like(parameter.data) for parameter in self.parameters], self._world)
             shards.reduce_scatter([one.grad for one in self._weights], sums, self._world)
             for weight, master, own_sum in zip(self._weights, self.parameters, sums, strict=True):
                 weight.grad, master.grad = None, own_sum
@@ -245,8 +245,8 @@ class LoraModel:
         none."""
         if not self._is_shared:
             return lambda: None
-        working_copy = [one.data for one in self._weights]
-        return shards.prepare_all_gather([one.detach() for one in masters], working_copy, self._world)
+        working_copy = [weight.data for weight in self._weights]
+        return shards.prepare_all_gather([master.detach() for master in masters], working_copy, self._world)
 
     def prepare_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
         """Clip the gradient, try the step, and return a function that takes it. All ranks fail, or none.
@@ -272,9 +272,9 @@ class LoraModel:
         first step."""
         flat: dict[str, Tensor] = {}
         if self.optimizer.state:
-            states = [self.optimizer.state[one] for one in self.parameters]
+            states = [self.optimizer.state[parameter] for parameter in self.parameters]
             for key in MOMENTS:
-                moments = self._named_on_rank_zero([one[key] for one in states])
+                moments = self._named_on_rank_zero([state[key] for state in states])
                 flat |= {f"{name}:{key}": moment for name, moment in moments.items()}
                 flat |= {f"{name}:step": states[0]["step"].clone() for name in moments}
         return flat

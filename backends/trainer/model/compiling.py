@@ -30,7 +30,7 @@ _MOST_COMPILED = 64
 def can_be_compiled(layer: nn.Module) -> bool:
     """Return whether a layer is compiled, and captured in graphs. Mamba2 is a loop over chunks in Python: the code
     would be for one number of them."""
-    return type(layer).__module__ not in SCANS or not any(isinstance(one, nn.Conv1d) for one in layer.modules())
+    return type(layer).__module__ not in SCANS or not any(isinstance(module, nn.Conv1d) for module in layer.modules())
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

@@ -102,7 +102,7 @@ class Graphs:
                 raise BackendFailed(f"its kernels cannot be captured ({error})") from error
             # What is reserved besides has grown too, by a model's first gradient.
             segments = torch.cuda.memory_snapshot(self._pool)
-            self.memory_bytes = sum(one["total_size"] - one["allocated_size"] for one in segments)
+            self.memory_bytes = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
             log.info("captured a graph of %d tokens, summed rank %d, %d samples", *key)
             self._check(self._graphs[key], batch, scales_TR)
         return cast(Tensor, _GraphReplay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]

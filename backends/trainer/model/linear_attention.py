@@ -71,7 +71,7 @@ def _of_one_sample(plain: Callable[..., object]) -> Callable[..., object]:
 
 def _modules(decoder: nn.Module) -> set[str]:
     """Return the modules of transformers whose functions the decoder's layers of linear attention call."""
-    return {type(one).__module__ for one in decoder.modules()} & CONVOLUTIONS.keys()
+    return {type(module).__module__ for module in decoder.modules()} & CONVOLUTIONS.keys()
 
 
 def _function(patch: Patch) -> Callable[..., Any]:

@@ -206,7 +206,7 @@ def _made_of(
 def _require_mapped(tensors: BaseTensors, model: PreTrainedModel, source: str) -> None:
     """Raise BackendFailed if most of the model is a second copy: the memory was planned for one."""
     own_bytes = tensors.num_own_bytes(model.parameters())
-    total_bytes = sum(one.nbytes for one in model.parameters())
+    total_bytes = sum(parameter.nbytes for parameter in model.parameters())
     figures = f"{own_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB are a copy of the trainer's own"
     if own_bytes > max(_SMALL_OWN_BYTES, _LARGEST_OWN_PART * total_bytes):
         raise BackendFailed(f"{source}: {figures}: the engine has them otherwise; start with --base-copies 2")

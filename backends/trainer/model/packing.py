@@ -141,7 +141,11 @@ def pack(
 
 def _feature_tokens(samples: Sequence[Rendered], begins: np.ndarray, family: Family) -> list[np.ndarray]:
     """Implement `Microbatch.feature_tokens`."""
-    return [begin + one for begin, rendered in zip(begins, samples, strict=True) for one in _features(rendered, family)]
+    return [
+        begin + feature
+        for begin, rendered in zip(begins, samples, strict=True)
+        for feature in _features(rendered, family)
+    ]
 
 
 def _features(rendered: Rendered, family: Family) -> Iterator[np.ndarray]:

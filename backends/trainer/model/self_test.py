@@ -106,7 +106,7 @@ def _agree(scores: Sequence[Tensor], others: Sequence[Tensor], tolerance: Differ
 
 def _differences(scores: Sequence[Tensor], others: Sequence[Tensor]) -> Differences:
     differences = [(one - other).abs() for one, other in zip(scores, others, strict=True)]
-    mean = torch.stack([one.mean() for one in differences]).amax()
+    mean = torch.stack([difference.mean() for difference in differences]).amax()
     return mean.item(), torch.cat(differences).amax().item()
 
 

@@ -62,4 +62,4 @@ DTYPE_PLAN = Patch(
     "Small tensors of linear attention are rounded to the model's precision, where published files and the engine have"
     " them in float32.",
 )
-PATCHES = [one for one in vars().values() if isinstance(one, Patch)]
+PATCHES = [patch for patch in vars().values() if isinstance(patch, Patch)]

@@ -32,7 +32,9 @@ def render(
                     vision.begin([image for image in rendered[-1].images if image.hash not in known], world.device)
         return rendered
 
-    renders = {one.number: partial(render_datums, one, members[one], known.get(one, ())) for one in members}
+    renders = {
+        member.number: partial(render_datums, member, members[member], known.get(member, ())) for member in members
+    }
     return agreed_each(renders, world)
 
 

@@ -257,9 +257,9 @@ def metrics(observations: Iterable[Sequence[float]], loss: Loss) -> dict[str, fl
     """Return metrics by name and reduction, which is how the SDK combines several requests' (protocol section 6.4).
     Means are over positions that train; without any, or if one is not finite, they are left out."""
     observations = list(observations)
-    sums = {name: math.fsum(one[index] for one in observations) for index, name in enumerate(_SUMS)}
+    sums = {name: math.fsum(observation[index] for observation in observations) for index, name in enumerate(_SUMS)}
     named = {"loss:sum": sums["loss"], "tokens:sum": sums["tokens"]}
     if loss.ratio is not None and sums["tokens"]:
         named |= {f"{name}:mean": sums[name] / sums["tokens"] for name in _SUMS[2:]}
-        named["sampler_gap:max"] = max(one[-1] for one in observations)
+        named["sampler_gap:max"] = max(observation[-1] for observation in observations)
     return {name: value for name, value in named.items() if name == "loss:sum" or math.isfinite(value)}

@@ -134,7 +134,9 @@ async def _base_model(server: Services, operation: Operation) -> str:
 
 async def _state(name: str, base: BaseModel, queues: dict[str, list[Waiting]], viewer: Viewer) -> BaseState:
     queue = queues.get(name, [])
-    memory = await off_loop(viewer.owner, LARGE, lambda: [(one, _memory(one.pid)) for one in base.processes()])
+    memory = await off_loop(
+        viewer.owner, LARGE, lambda: [(process, _memory(process.pid)) for process in base.processes()]
+    )
     return BaseState(name, memory, await base.engine_use(), queue[:SHOWN], Counter(one.runs for one in queue))
 
 

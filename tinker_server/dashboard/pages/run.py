@@ -133,7 +133,7 @@ async def _csv_parts(pages: AsyncIterator[Sequence[Step | Metric]], columns: Seq
     yield ",".join(columns) + "\r\n"
     async for records in pages:
         text = io.StringIO()
-        csv.writer(text).writerows([getattr(one, name) for name in columns] for one in records)
+        csv.writer(text).writerows([getattr(record, name) for name in columns] for record in records)
         yield text.getvalue()
 
 

@@ -49,7 +49,7 @@ class _Log:
         self.loading: asyncio.Task[None] | None = None
 
     def add(self, completions: list[Completion]) -> None:
-        merged = {one.request_id: one for one in completions} | self.entries
+        merged = {completion.request_id: completion for completion in completions} | self.entries
         self.entries = {one.request_id: one for one in sorted(merged.values(), key=lambda one: one.cursor)}
         self.grown.set()
 
@@ -60,10 +60,10 @@ class _Log:
     def trim(self, cursor: int) -> None:
         """Delete entries up to `cursor`, which the client has seen."""
         seen = []
-        for one in self.entries.values():
-            if one.cursor > cursor:
+        for entry in self.entries.values():
+            if entry.cursor > cursor:
                 break
-            seen.append(one.request_id)
+            seen.append(entry.request_id)
         for request_id in seen:
             del self.entries[request_id]
         self.trimmed_to = max(self.trimmed_to, cursor)
@@ -92,7 +92,7 @@ class Completions:
                 async with asyncio.timeout(hold_s):
                     await log.grown.wait()
         log.asked_at = time.monotonic()
-        return [one for one in log.entries.values() if one.cursor > cursor]
+        return [entry for entry in log.entries.values() if entry.cursor > cursor]
 
     def release(self) -> None:
         """Let all who wait go with what there is."""
