@@ -44,9 +44,9 @@ def _shape(
     return Shape({**dict.fromkeys(names.split()), **nested}, without_effect or {})
 
 
-_CACHED: Mapping[str, tuple[object, ...]] = {"cache_control": (ANY,), "prompt_cache_breakpoint": (ANY,)}
+_CACHED: dict[str, tuple[object, ...]] = {"cache_control": (ANY,), "prompt_cache_breakpoint": (ANY,)}
 """The prefix cache needs no marks. Gateways send Anthropic's to OpenAI's paths too."""
-_DETAIL: Mapping[str, tuple[object, ...]] = {"detail": ("auto", "high", "original")}
+_DETAIL: dict[str, tuple[object, ...]] = {"detail": ("auto", "high", "original")}
 """`low` asks for a smaller image, which vLLM does not make."""
 
 _TEXT = _shape("type text", _CACHED)
@@ -135,7 +135,7 @@ _ANTHROPIC = _shape(
     ),
 )
 
-_NOTES: Mapping[str, tuple[object, ...]] = {"id": (ANY,), "status": (ANY,)}
+_NOTES: dict[str, tuple[object, ...]] = {"id": (ANY,), "status": (ANY,)}
 """Fields of earlier items, which answers have and nothing stores."""
 _ITEM_TEXT = _shape("type text", {"annotations": ([],), "logprobs": ([],), "parsed": (ANY,)} | _CACHED)
 _ITEM_PARTS = Kinds(
