@@ -45,10 +45,10 @@ def as_image(chunk: Chunk) -> ImageChunk:
     return chunk
 
 
-def make_renderer(source: Path) -> "Renderer":
+def make_renderer(source: Path, **options: Any) -> "Renderer":
     from backends.inputs.rendering import Renderer
 
-    return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
+    return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7, **options)
 
 
 def photo(width: int, height: int, seed: int = 0, *, mode: str = "RGB", format: str = "png") -> bytes:

@@ -9,9 +9,10 @@ import pytest
 import tinker
 
 from backends.inputs.rendering import Renderer
-from tests.conformance.reference import Reference, Trained
+from tests.conformance.reference import LORA, Trained
 from tests.conformance.wire import Wire
 from tests.fake_server import Running
+from tests.reference import Reference
 from tests.servers import Server
 
 
@@ -67,7 +68,7 @@ def service(server: Server) -> tinker.ServiceClient:
 
 @pytest.fixture(scope="session")
 def reference(tiny_vl: Path, renderer: Renderer) -> Reference:
-    return Reference(tiny_vl, renderer)
+    return Reference(tiny_vl, renderer, LORA)
 
 
 @pytest.fixture

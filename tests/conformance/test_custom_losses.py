@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from backends.inputs.rendering import Renderer
-from tests.conformance.reference import PLAIN, Reference, Trained, assert_gradients
+from tests.conformance.reference import PLAIN, Trained, assert_gradients
 from tests.factories import MIXED, datum, present
+from tests.reference import Reference
 from tests.servers import sdk_datum
 from tests.training import batch
 

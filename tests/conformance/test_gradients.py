@@ -16,8 +16,10 @@ from torch import Tensor
 from api_schemas.inputs import Datum
 from backends.inputs.rendering import Renderer
 from tests.conformance.failures import bad
-from tests.conformance.reference import PLAIN, Reference, Trained, assert_gradients
+from tests.conformance.reference import PLAIN, Trained, assert_gradients
 from tests.factories import MIXED, datum
+from tests.loss_formulas import cispo, dro, gspo, importance_sampling, ppo
+from tests.reference import Reference
 from tests.servers import MODEL, sdk_datum
 from tests.training import batch, step
 
@@ -195,41 +197,16 @@ def test_036_weights_of_zero_have_logprobs_and_no_gradient(
     assert all((moved == 0).all() for moved in trained.gradient(before).values())
 
 
-# The RL losses, written anew from the protocol's table: of one datum, from its log probabilities, those of the
-# sampler, and its advantages.
-
-
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
-
-
-def ppo(new: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return clipped((new - old).exp(), advantages, low, high)
-
-
-def cispo(new: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return -((new - old).exp().clamp(low, high).detach() * new * advantages).sum()
-
-
-def dro(new: Tensor, old: Tensor, advantages: Tensor, beta: float) -> Tensor:
-    return -(new * advantages - 0.5 * beta * (new - old) ** 2).sum()
-
-
-def gspo(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    ratio = (new.detach() - old)[mask != 0].mean().exp()
-    return clipped(ratio * (new - new.detach()).exp(), advantages, low, high)
-
-
 BOUNDS: dict[str, float | str] = {"clip_low_threshold": 0.7, "clip_high_threshold": "1.5"}
 RL: dict[str, tuple[str, Mapping[str, float | str], Callable[..., Tensor]]] = {
-    "importance_sampling": ("importance_sampling", {}, lambda new, old, A, _: -((new - old).exp() * A).sum()),
-    "ppo": ("ppo", {}, lambda new, old, A, _: ppo(new, old, A, 0.8, 1.2)),
+    "importance_sampling": ("importance_sampling", {}, lambda new, old, A, _: importance_sampling(new, old, A)),
+    "ppo": ("ppo", {}, lambda new, old, A, _: ppo(new, old, A)),
     "ppo with bounds": ("ppo", BOUNDS, lambda new, old, A, _: ppo(new, old, A, 0.7, 1.5)),
-    "cispo": ("cispo", {}, lambda new, old, A, _: cispo(new, old, A, 0, 4)),
+    "cispo": ("cispo", {}, lambda new, old, A, _: cispo(new, old, A)),
     "cispo with bounds": ("cispo", BOUNDS, lambda new, old, A, _: cispo(new, old, A, 0.7, 1.5)),
-    "dro": ("dro", {}, lambda new, old, A, _: dro(new, old, A, 0.05)),
+    "dro": ("dro", {}, lambda new, old, A, _: dro(new, old, A)),
     "dro with beta": ("dro", {"beta": 0.3}, lambda new, old, A, _: dro(new, old, A, 0.3)),
-    "gspo": ("gspo", {}, lambda new, old, A, mask: gspo(new, old, A, mask, 1 - 3e-4, 1 + 4e-4)),
+    "gspo": ("gspo", {}, gspo),
     "gspo with bounds": ("gspo", BOUNDS, lambda new, old, A, mask: gspo(new, old, A, mask, 0.7, 1.5)),
 }
 """One bound is text, as the wire has allowed since 0.35."""

@@ -21,10 +21,11 @@ from transformers import AutoImageProcessor
 
 from backends.inputs.rendering import Renderer
 from tests.conformance.failures import assert_each_fails_alone
-from tests.conformance.reference import Reference, Trained, assert_gradients
+from tests.conformance.reference import Trained, assert_gradients
 from tests.factories import photo
 from tests.fake_server import Running
 from tests.recovery import RealTrainer
+from tests.reference import Reference
 from tests.servers import MODEL, Server
 from tests.training import PLACEHOLDER
 

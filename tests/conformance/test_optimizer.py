@@ -11,9 +11,11 @@ import tinker
 import torch
 from tinker import types
 
+from api_schemas.training import AdamParams
 from backends.inputs.rendering import Renderer
-from tests.conformance.reference import RANK, Reference
+from tests.conformance.reference import LORA
 from tests.factories import present
+from tests.reference import Reference, Steps
 from tests.servers import MODEL, Server, sdk_datum
 from tests.trainers import relative_distance
 from tests.training import batch, logprobs_of, saved_adapter, step
@@ -37,39 +39,27 @@ def test_050_the_defaults_are_those_of_the_protocol() -> None:
 def test_028_and_050_five_steps_are_those_of_peft_and_torch_optim(
     server: Server, service: tinker.ServiceClient, tiny_vl: Path, renderer: Renderer, adam: types.AdamParams
 ) -> None:
-    client = service.create_lora_training_client(MODEL, rank=RANK, seed=1).result()
+    client = service.create_lora_training_client(MODEL, rank=LORA.rank, seed=LORA.seed).result()
     # In float64: Adam blows rounding up, and PEFT's own in float32 is 1.0e-5 after these steps (the server's 4.1e-6).
-    reference = Reference(tiny_vl, renderer, torch.float64)
+    reference = Reference(tiny_vl, renderer, LORA, torch.float64)
     reference.take(saved_adapter(server, client.save_state("initial").result().path))
-    own = reference.adapter
-    optimizer = torch.optim.AdamW(
-        own.values(),
-        lr=adam.learning_rate,
-        betas=(adam.beta1, adam.beta2),
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
-    )
+    steps = Steps(reference, AdamParams(**adam.model_dump()))
     for number in range(5):
         data = batch(renderer, number)
         passed = client.forward_backward([sdk_datum(item) for item in data], "cross_entropy")
         metrics, result = client.optim_step(adam).result().metrics, passed.result()
-        losses = [-(torch.from_numpy(one.loss_fn_inputs["weights"]) * reference.logprobs(one)).sum() for one in data]
-        loss = torch.stack(losses).sum()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(own.values(), adam.grad_clip_norm or float("inf"))
-        assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
-        assert present(metrics)["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        _, loss = steps.forward_backward("cross_entropy", data)
+        assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+        assert present(metrics)["grad_norm"] == pytest.approx(steps.optim_step(), rel=1e-4)
         assert all(np.isfinite(value) for value in present(metrics).values())
-        optimizer.step()
-        optimizer.zero_grad()
     final = saved_adapter(server, client.save_state("final").result().path)
-    assert relative_distance([final[name] for name in own], own.values()) <= 1e-5
+    assert relative_distance([final[name] for name in reference.adapter], reference.adapter.values()) <= 1e-5
 
 
 def test_022_and_023_a_resumed_run_takes_the_step_of_an_uninterrupted_one(
     service: tinker.ServiceClient, renderer: Renderer
 ) -> None:
-    client = service.create_lora_training_client(MODEL, rank=RANK, seed=1).result()
+    client = service.create_lora_training_client(MODEL, rank=LORA.rank, seed=LORA.seed).result()
     for number in range(2):
         step(client, batch(renderer, number))
     path = client.save_state("two-steps").result().path

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from api_schemas.inputs import ModelInput
 from backends.inputs.rendering import Renderer
-from tests.conformance.reference import Reference, Trained
+from tests.conformance.reference import Trained
 from tests.factories import MIXED, as_text, datum, image, present, prompt, words
+from tests.reference import Reference
 from tests.servers import MODEL, sdk_input
 from tests.training import batch, logprobs_of, step
 

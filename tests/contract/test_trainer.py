@@ -14,8 +14,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -31,6 +29,7 @@ from backends.trainer.model import token_logprobs
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, present, prompt, words
 from tests.models import make_tiny_of, make_tiny_vl
+from tests.reference import Reference, Steps
 from tests.trainers import (
     LORA,
     SMOOTH,
@@ -217,56 +216,27 @@ def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, 
     rank.create_model("m", LORA)
     # The reference is in float64. In float32 PEFT's own rounding, blown up by Adam, is about as large as the tolerance,
     # by how much depends on the processor's kernels: it is measured, and no nearer is asked for.
-    exact, rounded = (
-        PeftSteps(source, lora_model(rank, "m").tensors, adam, dtype) for dtype in (torch.float64, torch.float32)
-    )
+    exact, rounded = references = [Reference(source, renderer, LORA, kind) for kind in (torch.float64, torch.float32)]
+    for reference in references:
+        reference.take(lora_model(rank, "m").tensors)
+    trained = [Steps(reference, adam) for reference in references]
     for step in range(5):
         data = [datum(model_input, renderer, 10 * step + i) for i, model_input in enumerate(MIXED.values())]
         forward_backward(rank, "m", cross_entropy(data), True)
         metrics = rank.optim_step("m", adam).metrics
-        norm, _ = (reference.step(renderer, data) for reference in (exact, rounded))
+        for steps in trained:
+            steps.forward_backward("cross_entropy", data)
+        norm, _ = (steps.optim_step() for steps in trained)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    theirs, own = lora_model(rank, "m").tensors, exact.tensors
+    theirs, own = lora_model(rank, "m").tensors, exact.adapter
     assert own.keys() == theirs.keys()
     # Adam divides by the gradient's own size, so that rounding (packed here, one by one there) in a
     # coordinate of hardly any gradient is blown up: tensors are compared as a whole.
-    rounding = relative_distance(rounded.tensors.values(), own.values())
+    rounding = relative_distance(rounded.adapter.values(), own.values())
     assert relative_distance(theirs.values(), own.values()) <= max(1e-5, 3 * rounding)
     for name, tensor in own.items():
-        of_tensor = relative_distance([rounded.tensors[name]], [tensor])
+        of_tensor = relative_distance([rounded.adapter[name]], [tensor])
         assert relative_distance([theirs[name]], [tensor]) <= max(5e-5, 3 * of_tensor), name
-
-
-class PeftSteps:
-    """The same adapter in transformers + PEFT + torch.optim, one sample after the other."""
-
-    def __init__(self, source: Path, weights: dict[str, torch.Tensor], adam: AdamParams, dtype: torch.dtype) -> None:
-        targets = r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)"
-        base = AutoModelForImageTextToText.from_pretrained(source)
-        model = get_peft_model(base, PeftLoraConfig(r=8, lora_alpha=32, target_modules=targets))
-        self.model = model.eval().to(dtype)
-        self.adam = adam
-        self.tensors = {name.replace(".default", ""): one for name, one in model.named_parameters() if "lora_" in name}
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                tensor.copy_(weights[name])
-        self.optimizer = torch.optim.AdamW(
-            self.tensors.values(),
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-        )
-
-    def step(self, renderer: Renderer, data: list[Datum]) -> float:
-        """Return the gradient's norm."""
-        for item in data:
-            weights = torch.from_numpy(item.loss_fn_inputs["weights"])[:, None]
-            (-(weights * reference_logprobs(renderer, item, self.model)).sum()).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.tensors.values(), self.adam.grad_clip_norm or float("inf"))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm.item()
 
 
 def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, renderer):

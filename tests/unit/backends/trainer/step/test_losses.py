@@ -15,6 +15,7 @@ from backends.trainer.model.packing import loss_inputs
 from backends.trainer.step.losses import LOSSES, gspo
 from backends.trainer.step.validation import loss_config
 from tests.factories import present
+from tests.loss_formulas import loss_of
 
 LOGPROBS, OLD, ADVANTAGES, WEIGHTS = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [1.0, -1.0, 2.0], [1.0, 0.0, -0.5]
 
@@ -112,36 +113,15 @@ def test_a_sequence_outside_of_its_mask_contributes_nothing_to_gspo(masks: list[
     assert [bool(one.any()) for one in of_each] == [any(mask) for mask in masks]
 
 
-def plain(
-    loss_fn: str,
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The formulas of one datum as the papers write them, in float64; `mask`: the positions of gspo's ratio, all by
-    default."""
-    ratio = (logprobs - old).exp()
-    match loss_fn:
-        case "importance_sampling":
-            return -(ratio * advantages).sum()
-        case "ppo":
-            return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
-        case "cispo":
-            return -(ratio.detach().clamp(0, 4) * logprobs * advantages).sum()
-    gap = (logprobs - old).detach()
-    sequence = (gap if mask is None else gap[mask != 0]).mean().exp() * (logprobs - logprobs.detach()).exp()
-    return -torch.minimum(sequence * advantages, sequence.clamp(1 - 3e-4, 1 + 4e-4) * advantages).sum()
-
-
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
 @pytest.mark.parametrize("old", [[-1.5, -1.0, -0.5], [-9.0, -0.1, -31.0], [-61.0, -75.0, -80.0]])
 def test_ratios_up_to_e_to_the_80_have_the_plain_formulas_gradient(loss_fn: str, old: list[float]) -> None:
     logprobs = torch.tensor(LOGPROBS, dtype=torch.float64).requires_grad_()
-    value = plain(loss_fn, logprobs, torch.tensor(old, dtype=torch.float64), torch.tensor(ADVANTAGES).double())
+    mask = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
+    inputs: dict[str, Any] = {"logprobs": old, "advantages": ADVANTAGES, **mask}
+    value = loss_of(loss_fn, logprobs, {name: np.array(values) for name, values in inputs.items()}, {})
     value.backward()
-    mask: dict[str, Any] = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
-    got_value, got_gradient = evaluate(loss_fn, logprobs=old, advantages=ADVANTAGES, **mask)
+    got_value, got_gradient = evaluate(loss_fn, **inputs)
     assert logprobs.grad is not None
     assert got_value == pytest.approx(value.item(), rel=2e-5)
     assert got_gradient == pytest.approx(logprobs.grad.tolist(), rel=2e-5)
@@ -167,8 +147,7 @@ def test_the_loss_of_several_datums_is_the_sum_of_the_plain_formulas_of_each(los
         chunk = EncodedTextChunk(tokens=tokens)
         data.append(Datum(model_input=ModelInput(chunks=[chunk]), loss_fn_inputs={"target_tokens": tokens, **named}))
         parts.append(current)
-        old_T, advantages_T = (torch.from_numpy(values.astype(np.float64)) for values in (old, advantages))
-        wanted.append(plain(loss_fn, current, old_T, advantages_T, torch.from_numpy(mask)))
+        wanted.append(loss_of(loss_fn, current, inputs, {}))
     torch.stack(wanted).sum().backward()
     loss = LOSSES[loss_fn]
     settings = loss_config(loss, ForwardBackwardInput(data=data, loss_fn=loss_fn))
