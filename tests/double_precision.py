@@ -12,6 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from backends.trainer.model import self_test
 
+_OF_BYTES = (torch.frombuffer, torch.asarray, torch.Tensor.view)
+"""Functions whose dtype says what bytes of a file are."""
+
 
 class _Widening(TorchFunctionMode):
     """Puts float64 in the place of float32 in every call of torch."""
@@ -23,11 +26,26 @@ class _Widening(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func in _OF_BYTES:
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if func is torch._grouped_mm:
+            return _grouped_mm(*args, **(kwargs or {}))
         widened = [torch.float64 if one is torch.float32 else one for one in args]
         named = {key: torch.float64 if one is torch.float32 else one for key, one in (kwargs or {}).items()}
         return func(*widened, **named)
+
+
+def _grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor, **_: object) -> Tensor:
+    """Return torch's grouped product, which has no float64: of the rows [T, I] of each expert with its matrix
+    [E, I, O], or, for two matrices [R, T] and [T, N], the product [E, R, N] of each expert's part of T."""
+    ends = offs.tolist()
+    groups = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    if right.dim() == 2:
+        return torch.stack([left[:, group] @ right[group] for group in groups])
+    parts = [left[group] @ matrix for group, matrix in zip(groups, right, strict=True)]
+    return torch.cat([*parts, left.new_zeros(len(left) - ends[-1], right.shape[-1])])
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:

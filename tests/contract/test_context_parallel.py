@@ -30,6 +30,7 @@ from backends.trainer.rank import TrainerRank
 from backends.trainer.step.batch_request import Members
 from backends.trainer.step.step import Failures
 from tests.attention import PlainKernel
+from tests.double_precision import in_float64
 from tests.factories import MIXED, batch_for, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl
 from tests.ranks import Stepped, on_all, on_slices, two_steps
@@ -125,21 +126,22 @@ def of_models(world: World, source: Path, kind: Kind, names: Sequence[str]) -> F
     return {name: shared(rank, source, INPUTS[name]) for name in names}
 
 
-def check_as_one(found: Sequence[Found], wanted: Found) -> None:
-    """The first rank's answers, and the sum of all ranks' gradients, are those of one rank alone."""
+def check_as_one(found: Sequence[Found], wanted: Found, bound: float = 1e-4) -> None:
+    """The first rank's answers, and the sum of all ranks' gradients, are those of one rank alone, up to `bound`: nats,
+    and of a tensor's size."""
     for name, alone in wanted.items():
         first, *others = (of_rank[name] for of_rank in found)
         assert not any(one.logprobs for one in others)
         for pair in zip(first.logprobs, alone.logprobs, strict=True):
             for one, other in zip(*pair, strict=True):
-                np.testing.assert_allclose(one, other, atol=1e-4, err_msg=name)
+                np.testing.assert_allclose(one, other, atol=bound, err_msg=name)
         for metrics, other_metrics in zip(first.metrics, alone.metrics, strict=True):
-            assert metrics == pytest.approx(other_metrics, rel=1e-4, abs=1e-4), name
+            assert metrics == pytest.approx(other_metrics, rel=bound, abs=bound), name
         for model, wanted_of_model in alone.gradients.items():
             parts = [one.gradients[model] for one in (first, *others) if one.gradients[model]]
             assert len(parts) > 1, "more than one rank has a part of the gradient"
             sums = {key: torch.stack([one[key] for one in parts]).sum(0) for key in wanted_of_model}
-            assert_same_gradients(sums, wanted_of_model, rtol=1e-4)
+            assert_same_gradients(sums, wanted_of_model, rtol=bound, noise=bound / 100)
 
 
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
@@ -236,6 +238,27 @@ def of_kinds(world: World, sources: Mapping[str, Path]) -> Found:
 def test_every_kind_of_attention_and_of_images_is_computed_in_slices(tmp_path: Path) -> None:
     sources = {name: make(tmp_path / name) for name, make in KINDS.items()}
     check_as_one(on_slices(2, 2, of_kinds, sources), of_kinds(ALONE, sources))
+
+
+def of_kinds_in_float64(world: World, sources: Mapping[str, Path]) -> Found:
+    with in_float64():
+        found = {}
+        for name, source in sources.items():
+            mesh = Mesh(replicate=world.machine.size, context=world.num_slices)
+            spec = replace(config(source), mesh=mesh, dtype="float64")  # type: ignore[arg-type] # for tests alone
+            rank = with_models(TrainerRank(spec, world), LORAS)
+            images = [*MIXED.values()] if rank.base.renderer.takes_images else []
+            found[name] = shared(rank, source, TEXTS + images)
+        return found
+
+
+@pytest.mark.slow
+def test_slices_compute_the_same_sums_in_float64(tmp_path: Path) -> None:
+    """So where slices in float32 differ by more, as after three steps of a Nemotron-3 (3.5e-4), all of it is rounding
+    that training has amplified."""
+    sources = {name: make(tmp_path / name) for name, make in KINDS.items()}
+    found, wanted = on_slices(2, 2, of_kinds_in_float64, sources), of_kinds_in_float64(ALONE, sources)
+    check_as_one(found, wanted, bound=1e-11)
 
 
 def on_the_operator(world: World, sources: Mapping[str, Path]) -> Found:
