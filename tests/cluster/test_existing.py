@@ -112,7 +112,7 @@ async def test_a_node_of_another_version_is_named(
     def is_said() -> bool:
         nonlocal said
         said += capfd.readouterr().err
-        return "it is asked again in 1 s" in said
+        return "retrying in 1 s" in said
 
     async with started(tmp_path, NoUse(), models={MODEL: str(tiny_vl)}, existing=nodes.existing()) as cluster:
         await until(is_said)

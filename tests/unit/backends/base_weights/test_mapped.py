@@ -50,7 +50,7 @@ def test_swapped_halves_are_noticed(tmp_path: Path, shape: tuple[int, ...]) -> N
     swapped = torch.cat(right.chunk(2, -2)[::-1], -2)
     with Files(tmp_path, torch.float32) as files:
         require_same("w", right, shape, files.slice("w"))
-        with pytest.raises(BackendFailed, match="w is not what the files say"):
+        with pytest.raises(BackendFailed, match="w: the shared copy differs from the file"):
             require_same("w", swapped, shape, files.slice("w"))
         with pytest.raises(BackendFailed, match="has shape"):
             require_same("w", right.mT, shape, files.slice("w"))
@@ -63,7 +63,7 @@ def test_weights_are_compared_in_the_precision_in_which_they_are_held(tmp_path: 
     wrong[-1, -1] *= 1 + 2**-7  # by the last bit or two
     with Files(tmp_path, torch.float32) as files:
         require_same("w", right.bfloat16(), (600, 40), files.slice("w"))
-        with pytest.raises(BackendFailed, match="w is not what the files say"):
+        with pytest.raises(BackendFailed, match="w: the shared copy differs from the file"):
             require_same("w", wrong, (600, 40), files.slice("w"))
 
 
