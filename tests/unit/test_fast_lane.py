@@ -20,7 +20,16 @@ def ran(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
 def test_no_file_of_the_fast_lane_imports_torch() -> None:
     """By the command of the Makefile, which here only collects."""
     given = [f"BIN={Path(sys.executable).parent}", "ARGS=-q -n 0 --collect-only -p no:cacheprovider"]
-    said = ran("make", "--dry-run", "--old-file", ".venv/.installed-cpu", "EXTRA=cpu", *given, "test-fast").stdout
+    said = ran(
+        "make",
+        "--no-print-directory",
+        "--dry-run",
+        "--old-file",
+        ".venv/.installed-cpu",
+        "EXTRA=cpu",
+        *given,
+        "test-fast",
+    ).stdout
     collected = ran("sh", "-c", said)
     assert collected.returncode == 0 and collected.stdout.count("::") > 1000, collected.stdout[-4000:] + said
 

@@ -28,14 +28,16 @@ SAY_HELP = ("sdk-matrix", "demo", "serve")
 
 def command_of(target: str) -> list[str]:
     """Return the last command that `make` would run, with this Python's programs."""
-    make = ["make", "-n", "-o", ".venv/.installed-cpu", "-o", ".cookbook/.installed", target]
+    make = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed-cpu", "-o", ".cookbook/.installed", target]
     printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout
     words = shlex.split(printed.replace("\\\n", " ").strip().splitlines()[-1])
     return [str(Path(sys.executable).parent / word.rpartition("/")[2]) if "/bin/" in word else word for word in words]
 
 
 def test_every_target_of_make_help_has_a_check() -> None:
-    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout
+    said = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+    ).stdout
     targets = set(re.findall(r"^make ([\w-]+)", said, re.MULTILINE))
     assert targets == RUN_BY_CI | set(COMPARED) | set(COLLECTED) | set(SAY_HELP)
     assert all(list((ROOT / "tests/unit").rglob(name)) for name in COMPARED.values())

@@ -240,7 +240,7 @@ def test_a_damaged_file_counts_as_absent(spoilt: bytes, tmp_path: Path, caplog) 
     file.write_bytes(spoilt)
     rank = replaying(source, tmp_path / "routing")
     assert present(forward_backward(rank, "m", cross_entropy([item]), False)).metrics["replayed_tokens:sum"] == 0
-    assert "cannot be read" in caplog.text
+    assert "cannot read a file of expert routing" in caplog.text
 
 
 def test_a_sample_does_not_fail_if_its_routing_cannot_be_written(tmp_path: Path, caplog) -> None:
@@ -250,7 +250,7 @@ def test_a_sample_does_not_fail_if_its_routing_cannot_be_written(tmp_path: Path,
     experts_TLK = np.zeros((len(rendered.token_ids_T) + 2, 2, 3), np.uint8)
     output = CompletionOutput(0, "", [5, 6, 7], None, None, experts_TLK)
     keep_routing(files, OWNER, "m", rendered, [output])
-    assert "is not kept" in caplog.text
+    assert "dropping the expert routing of a sample" in caplog.text
     with pytest.raises(BackendFailed, match="the engine returned the experts of 6 tokens where 7 were due"):
         keep_routing(files, OWNER, "m", rendered, [replace(output, routed_experts=experts_TLK[:6])])
 

@@ -217,7 +217,7 @@ def test_a_kernel_that_differs_or_breaks_is_not_used_and_the_log_says_so(flash, 
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel for this")
 
-    for kernel, said in ((off, "0.05 of FlashAttention's numbers"), (broken, "no kernel for this")):
+    for kernel, said in ((off, "relative error 0.05 against FlashAttention"), (broken, "no kernel for this")):
         monkeypatch.setattr(packed, "_cudnn_forward", kernel)
         packed._cudnn_serves.cache_clear()
         caplog.clear()
