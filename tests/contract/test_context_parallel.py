@@ -254,7 +254,7 @@ def of_kinds_in_float64(world: World, sources: Mapping[str, Path]) -> Found:
 
 @pytest.mark.slow
 def test_slices_compute_the_same_sums_in_float64(tmp_path: Path) -> None:
-    """So where slices in float32 differ by more, as after three steps of a Nemotron-3 (3.5e-4), all of it is rounding
+    """So where slices in float32 differ by more, as after three steps of a Nemotron-3, all of it is rounding
     that training has amplified."""
     sources = {name: make(tmp_path / name) for name, make in KINDS.items()}
     found, wanted = on_slices(2, 2, of_kinds_in_float64, sources), of_kinds_in_float64(ALONE, sources)
