@@ -158,7 +158,7 @@ class TrainerClient:
             if self._spec.full:
                 self._require_free(model_id, owner)
             self._release(model_id)
-            size_bytes = await self._command(commands.CreateModel(model_id, lora, snapshot))
+            size_bytes = await to_the_end(self._call_or_end(commands.CreateModel(model_id, lora, snapshot)))
             model = self._models[model_id] = LoadedModel(model_id, owner, size_bytes, next(self._numbers))
             return model
 
@@ -172,7 +172,7 @@ class TrainerClient:
             await self._require(model)
             model.latest_work = next(self._numbers)
             writer = self._supervisor.children[0]
-            await self._command(commands.Snapshot(model.model_id, directory))
+            await to_the_end(self._call_or_end(commands.Snapshot(model.model_id, directory)))
             written = asyncio.ensure_future(writer.call(commands.AwaitSnapshot(directory)))
             self._writing.add(written)
             written.add_done_callback(self._writing.discard)
@@ -185,7 +185,7 @@ class TrainerClient:
         async with self._queue.grant(model.owner, model.model_id):
             await self._end_if_dead()
             if not model.is_lost:
-                await self._command(commands.DeleteModel(model.model_id))
+                await to_the_end(self._call_or_end(commands.DeleteModel(model.model_id)))
                 self._release(model.model_id)
 
     async def forward_backward(
@@ -246,7 +246,7 @@ class TrainerClient:
             async with self._queue.grant(this.model.owner, this.model.model_id):
                 await self._end_if_dead()
                 if self._supervisor.is_alive:
-                    await self._command(commands.CancelRequests((this.new.number,)))
+                    await to_the_end(self._call_or_end(commands.CancelRequests((this.new.number,))))
 
     async def mark_incomplete(self, model: LoadedModel) -> None:
         """Implement the protocol."""
@@ -355,9 +355,6 @@ class TrainerClient:
             if request.admitted and not request.finished.done():
                 request.finish(ModelLost(f"{request.model.model_id} is no longer loaded: its trainer has ended"))
         await self._supervisor.end()
-
-    async def _command(self, command: Command[R]) -> R:
-        return await to_the_end(self._call_or_end(command))
 
     async def _call_or_end(self, command: Command[R]) -> R:
         """Have the ranks do a command. If they do not agree on how it ended, end them."""
