@@ -1,6 +1,6 @@
 """Types for creating and training models (docs/protocol.md, Training)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 import numpy as np
@@ -177,12 +177,19 @@ class ForwardBackwardRequest(Request):
     """Datums and loss."""
 
 
+LOGPROBS, ELEMENTWISE_LOSS = "logprobs", "elementwise_loss"
+OUTPUT_BYTES = 4
+"""Bytes of a float32 value."""
+MORE_OUTPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": (ELEMENTWISE_LOSS,)}
+"""By loss, the tensors that a result has of each datum besides its log probabilities."""
+
+
 class ForwardBackwardOutput(Response):
     """Result of forward_backward, sent as protobuf, or as JSON to clients that accept no protobuf."""
 
     loss_fn_output_type: str = "ArrayRecord"
     loss_fn_outputs: list[dict[str, np.ndarray]]
-    """Per datum, in the order sent: `logprobs` float32 of the shape of its target_tokens."""
+    """Per datum, in the order sent, `logprobs` and what `MORE_OUTPUTS` names: float32, in its target_tokens' shape."""
     metrics: dict[str, float]
     """Keys are `name:reduction` with exactly one colon."""
 

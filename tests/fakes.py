@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import (
+    MORE_OUTPUTS,
     AdamParams,
     ForwardBackwardOutput,
     OptimStepResponse,
@@ -115,10 +116,10 @@ class FakeTrainer:
             raise InvalidInput("datum 0: loss_fn 'wrong' is not known")
         if backward and (gradient := self.gradients[model_id]) is not None:
             gradient += [_first_token(datum) for datum in loss_input.data]
-        outputs = [
-            {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -1, np.float32)}
-            for datum in loss_input.data
-        ]
+        shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in loss_input.data]
+        values = {"logprobs": -1, "elementwise_loss": 1}
+        names = ("logprobs", *MORE_OUTPUTS.get(loss_input.loss_fn, ()))
+        outputs = [{name: np.full(shape, values[name], np.float32) for name in names} for shape in shapes]
         metrics = {"loss:sum": float(len(loss_input.data))}
         if loss_input.loss_fn == "nan":
             metrics["nan:mean"] = float("nan")

@@ -38,7 +38,8 @@ class ForwardBackwardJson(Response):
     loss_fn_output_type: str
     """`ArrayRecord`."""
     loss_fn_outputs: list[dict[str, TensorJson]]
-    """Per datum, in the order sent: `logprobs` of the shape of its target_tokens."""
+    """Per datum, in the order sent: `logprobs` of the shape of its target_tokens, and of cross_entropy
+    `elementwise_loss`, minus the weight times the log probability."""
     metrics: dict[str, float]
     """Keys are `name:reduction`; values that are not finite are left out."""
 

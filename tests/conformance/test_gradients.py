@@ -43,6 +43,15 @@ def assert_logprobs(output: types.ForwardBackwardOutput, reference: Reference, d
         np.testing.assert_allclose(got, reference.logprobs(item).detach().numpy(), atol=1e-4)
 
 
+def assert_elementwise_losses(output: types.ForwardBackwardOutput, data: list[Datum]) -> None:
+    """Of every target, minus its weight times its log probability; together they are the loss."""
+    losses = [row["elementwise_loss"].to_numpy() for row in output.loss_fn_outputs]
+    for loss, logprob, item in zip(losses, logprobs(output), data, strict=True):
+        assert loss.dtype == np.float32
+        np.testing.assert_array_equal(loss, -item.loss_fn_inputs["weights"] * logprob)
+    assert output.metrics["loss:sum"] == pytest.approx(sum(map(np.sum, losses)), rel=1e-5)
+
+
 def test_028_logprobs_loss_and_gradient_are_those_of_autograd(
     trained: Trained, reference: Reference, renderer: Renderer
 ) -> None:
@@ -50,6 +59,7 @@ def test_028_logprobs_loss_and_gradient_are_those_of_autograd(
     reference.take(before)
     output = trained.client.forward_backward([sdk_datum(item) for item in data], "cross_entropy").result()
     assert_logprobs(output, reference, data)
+    assert_elementwise_losses(output, data)
     loss = cross_entropy(reference, data)
     assert output.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4)
     assert all(key.count(":") == 1 for key in output.metrics)
@@ -69,6 +79,7 @@ async def test_029_forward_leaves_the_gradient_alone(
     ):
         output = await forward
         assert_logprobs(output, reference, other)
+        assert_elementwise_losses(output, other)
         assert output.metrics["loss:sum"] == pytest.approx(cross_entropy(reference, other).item(), rel=1e-4)
     assert_gradients(trained.gradient(before), reference.gradient(cross_entropy(reference, data)))
 
@@ -164,6 +175,7 @@ def test_035_soft_targets_dense_sparse_and_of_mixed_width(
     outputs = {form: trained.client.forward_backward(sent, "cross_entropy").result() for form, sent in forms.items()}
     for output in outputs.values():
         assert_logprobs(output, reference, data)
+        assert_elementwise_losses(output, data)
         assert output.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4)
     thrice = {name: 3 * tensor for name, tensor in reference.gradient(loss).items()}
     assert_gradients(trained.gradient(before), thrice)
@@ -245,6 +257,7 @@ def test_037_rl_losses_are_those_of_the_formulas(
     sent = [sdk_datum(item) for item in data]
     output = trained.client.forward_backward(sent, loss_fn, dict(config) or None).result()  # type: ignore[arg-type]
     assert_logprobs(output, reference, data)
+    assert [{*row} for row in output.loss_fn_outputs] == [{"logprobs"}] * len(data)
     assert output.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-3)
     assert_gradients(trained.gradient(before), reference.gradient(loss))
 

@@ -69,7 +69,12 @@ def test_110_training_in_json(server: Running, path: str) -> None:
     work = {path[1:] + "_input": WORK}
     assert result(server, path, model_id=model_id, seq_id=1, **work) == {
         "loss_fn_output_type": "ArrayRecord",
-        "loss_fn_outputs": [{"logprobs": {"data": [-1.0] * 3, "dtype": "float32", "shape": [3]}}],
+        "loss_fn_outputs": [
+            {
+                "logprobs": {"data": [-1.0] * 3, "dtype": "float32", "shape": [3]},
+                "elementwise_loss": {"data": [1.0] * 3, "dtype": "float32", "shape": [3]},
+            }
+        ],
         "metrics": {"loss:sum": 1.0},
     }
     assert server.backend.tiny.trainer.calls[-1] == ("cross_entropy", model_id)

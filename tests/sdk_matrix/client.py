@@ -65,6 +65,7 @@ def scores(output: Any) -> dict[str, Any]:
     return {
         "loss": output.metrics["loss:sum"],
         "logprobs": [row["logprobs"].tolist() for row in output.loss_fn_outputs],
+        "losses": [row["elementwise_loss"].tolist() for row in output.loss_fn_outputs],
     }
 
 

@@ -19,7 +19,7 @@ from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
 from api_schemas.inputs import ImageChunk
 from api_schemas.old_clients.forward import ForwardRequest
-from api_schemas.training import ForwardBackwardRequest
+from api_schemas.training import MORE_OUTPUTS, OUTPUT_BYTES, ForwardBackwardRequest
 from tinker_server.errors import BadRequest
 from tinker_server.models.scheduler import Scheduler
 from tinker_server.offload import LARGE, off_loop
@@ -31,7 +31,6 @@ from tinker_server.web.gate import largest_body, require_quick_to_parse
 
 R = TypeVar("R", bound=Request)
 FORWARD = "forward"
-LOGPROB_BYTES = 4
 MAX_TRACEPARENT = 128
 """Characters of the header; in its current version it has 55."""
 SMALLEST_IMAGE_BYTES = 4096
@@ -193,11 +192,13 @@ def image_places(body: bytes, content_type: str, request: ForwardBackwardRequest
 
 
 def _answer_bytes(request: Request) -> int:
-    """Return the bytes of log probabilities of a batch: a body of a kilobyte may ask for a hundred megabytes."""
+    """Return the bytes of the tensors that answer a batch: a body of a kilobyte may ask for a hundred megabytes."""
     if not isinstance(request, ForwardBackwardRequest):
         return 0
-    targets = [datum.loss_fn_inputs.get("target_tokens") for datum in request.forward_backward_input.data]
-    return sum(target.size * LOGPROB_BYTES for target in targets if target is not None)
+    loss_input = request.forward_backward_input
+    targets = [datum.loss_fn_inputs.get("target_tokens") for datum in loss_input.data]
+    num_targets = sum(target.size for target in targets if target is not None)
+    return num_targets * OUTPUT_BYTES * (1 + len(MORE_OUTPUTS.get(loss_input.loss_fn, ())))
 
 
 def _images(request: ForwardBackwardRequest) -> Iterator[bytes]:

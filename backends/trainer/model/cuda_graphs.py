@@ -153,9 +153,7 @@ class _Graph:
         unknown = torch.zeros(num_samples + 1, dtype=torch.int32)  # on the host: a graph serves samples of any lengths
         targets_TK = zeros(num_tokens, 1, dtype=torch.int64)
         experts_LTK = None if scorer.router_replay is None else scorer.router_replay.blank(num_tokens)
-        self.batch = Microbatch(
-            inputs, [], cu_seqlens, unknown, num_tokens, targets_TK, [num_tokens], experts_LTK=experts_LTK
-        )
+        self.batch = Microbatch(inputs, [], cu_seqlens, unknown, num_tokens, targets_TK, experts_LTK=experts_LTK)
         self.scales_TR = zeros(num_tokens, width, dtype=torch.float32)
         self.grad_TK = zeros(num_tokens, 1, dtype=torch.float32)
         try:

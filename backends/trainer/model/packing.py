@@ -79,8 +79,6 @@ class Microbatch:
     """The same, on the host."""
     max_seqlen: int
     targets_TK: Tensor
-    sample_lengths: list[int]
-    """Tokens of each given sample; the rest is padding."""
     tower_scales: Sequence[Tensor | None] = ()
     """By image, its model's scales [R] if that trains the vision tower, else None; empty: none does."""
     feature_tokens: Callable[[], list[np.ndarray]] = list
@@ -110,8 +108,7 @@ def pack(
 ) -> Microbatch:
     """Pack samples of (input, targets [N] or [N, K]), with the padding of `num_padding`: a sample of no request, at the
     end."""
-    own_lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
-    if missing := num_padding(own_lengths, multiple_of):
+    if missing := num_padding([len(rendered.token_ids_T) for rendered, _ in samples], multiple_of):
         samples = [*samples, (Rendered(np.zeros(missing, np.int64), [], []), np.zeros(missing, np.int64))]
     lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
     position_ids = np.concatenate(
@@ -133,7 +130,6 @@ def pack(
         cu_seqlens,
         max(lengths),
         to_device(torch.from_numpy(_side_by_side([targets for _, targets in samples], 0)), device),
-        own_lengths,
         feature_tokens=feature_tokens,
         whole_images_IF=to_device(torch.from_numpy(np.stack(feature_tokens())), device) if sees_images else None,
     )

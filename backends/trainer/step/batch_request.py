@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from api_schemas.inputs import Datum
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
+from api_schemas.training import LOGPROBS, ForwardBackwardInput, ForwardBackwardOutput
 from backends.inputs.rendering import Layout
 from backends.protocol import InvalidInput
 from backends.trainer.commands import NewRequest
@@ -26,8 +26,8 @@ MAX_SUMMED_RANK = 256
 class Share:
     """One rank's results of a request."""
 
-    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    """By datum: the shape of its target_tokens, float32, nats."""
+    outputs: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+    """By datum and name: the shape of its target_tokens, float32, nats."""
     observed: list[Sequence[float]] = field(default_factory=list)
     """By microbatch, what `losses.observe` gives."""
     replayed: dict[int, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class BatchRequest:
     def require_finite(self, indices: Sequence[int]) -> None:
         """Raise InvalidInput if a log probability that this rank has of these datums is not finite."""
         for index in indices:
-            if not np.isfinite(self.share.logprobs[index]).all():
+            if not np.isfinite(self.share.outputs[index][LOGPROBS]).all():
                 raise InvalidInput(
                     f"datum {index}: the model's log probabilities are not finite: its weights have diverged; load"
                     " a checkpoint, and train with a smaller learning_rate"
@@ -114,9 +114,9 @@ class BatchRequest:
 
     def output(self, shares: Sequence[Share]) -> ForwardBackwardOutput:
         """Build the answer from all ranks' shares."""
-        logprobs = {index: values for share in shares for index, values in share.logprobs.items()}
+        outputs = {index: named for share in shares for index, named in share.outputs.items()}
         return ForwardBackwardOutput(
-            loss_fn_outputs=[{"logprobs": logprobs[index]} for index in range(len(self.data))],
+            loss_fn_outputs=[outputs[index] for index in range(len(self.data))],
             metrics=metrics((values for share in shares for values in share.observed), self.loss)
             | self._replayed(shares)
             | ({self._note: 1.0} if self._note else {}),

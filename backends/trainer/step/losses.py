@@ -1,7 +1,7 @@
 """The losses of the protocol (docs/protocol.md, Training), the table that names them, and their metrics.
 
-Each is one pure function. Every loss is a sum over positions, never a mean: requests, microbatches and ranks then add
-up.
+Each is one pure function, which returns the loss of every position. A loss is their sum, never a mean: requests,
+microbatches and ranks then add up.
 
 T positions of a microbatch, K targets of a position, B datums
 """
@@ -13,37 +13,39 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from api_schemas.training import MORE_OUTPUTS
+
 LARGEST_LOG_RATIO = 80.0
 """nats. A larger log ratio counts as this one, in value and gradient: e^80 is 5.5e34, and float32 ends at 3.4e38."""
 
 
 def cross_entropy(logprobs_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return -sum(weight * logprob). Weights may be negative or large: they may be any gradient.
+    """Return [T, K] -weight * logprob. Weights may be negative or large: they may be any gradient.
 
     logprobs_TK  [T, K] float32, nats: of the targets, carries the gradient
     weights_TK   [T, K] float32
     """
-    return -(weights_TK * logprobs_TK).sum()
+    return -(weights_TK * logprobs_TK)
 
 
 def importance_sampling(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """Return -sum(ratio * advantage), ratio = exp(logprob - old logprob): REINFORCE corrected for the sampling policy.
+    """Return [T] -ratio * advantage, ratio = exp(logprob - old logprob): REINFORCE corrected for the sampling policy.
 
     logprobs_T      [T] float32, nats: current policy, carries the gradient
     old_logprobs_T  [T] float32, nats: the policy that sampled the tokens
     advantages_T    [T] float32: 0 where a token must not train
     """
-    return -(_ratio(logprobs_T, old_logprobs_T, advantages_T) * advantages_T).sum()
+    return -(_ratio(logprobs_T, old_logprobs_T, advantages_T) * advantages_T)
 
 
 def ppo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
-    """Return the clipped surrogate loss (Schulman et al. 2017, eq. 7, arXiv:1707.06347).
+    """Return [T], the clipped surrogate loss (Schulman et al. 2017, eq. 7, arXiv:1707.06347).
 
     low_T, high_T  [T] float32: bounds of the probability ratio itself, e.g. 0.8 and 1.2
     """
     ratio_T = _ratio(logprobs_T, old_logprobs_T, advantages_T)
     clipped_T = ratio_T.clamp(low_T, high_T)
-    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
+    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
 
 
 def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
@@ -56,15 +58,15 @@ def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> 
 
 
 def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
-    """Return the loss whose clipped importance weights are constants (MiniMax-M1, eq. 4, arXiv:2506.13585)."""
+    """Return [T], the loss whose clipped importance weights are constants (MiniMax-M1, eq. 4, arXiv:2506.13585)."""
     weight_T = _ratio(logprobs_T.detach(), old_logprobs_T, advantages_T).clamp(low_T, high_T)
-    return -(weight_T * logprobs_T * advantages_T).sum()
+    return -(weight_T * logprobs_T * advantages_T)
 
 
 def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, beta: float) -> Tensor:
-    """Direct reward optimisation, per token (Richemond et al. 2024, arXiv:2405.19107): a quadratic penalty
+    """Return [T], direct reward optimisation per token (Richemond et al. 2024, arXiv:2405.19107): a quadratic penalty
     beta/2 * (logprob - old logprob)^2 in place of a ratio."""
-    return -(logprobs_T * advantages_T - 0.5 * beta * (logprobs_T - old_logprobs_T) ** 2).sum()
+    return -(logprobs_T * advantages_T - 0.5 * beta * (logprobs_T - old_logprobs_T) ** 2)
 
 
 def gspo(  # noqa: PLR0913
@@ -78,7 +80,7 @@ def gspo(  # noqa: PLR0913
     datum_T: Tensor,
     num_datums: int,
 ) -> Tensor:
-    """Group sequence policy optimisation, token form (Zheng et al. 2025, eq. 13, arXiv:2507.18071).
+    """Return [T], group sequence policy optimisation in its token form (Zheng et al. 2025, eq. 13, arXiv:2507.18071).
 
     The ratio of a datum is the geometric mean over its positions with mask != 0; each token carries its
     gradient through its own log probability. A datum without such a position has no ratio, and contributes 0.
@@ -90,7 +92,7 @@ def gspo(  # noqa: PLR0913
     ratio_T = sequence_T * (logprobs_T - logprobs_T.detach()).exp()
     clipped_T = ratio_T.clamp(low_T, high_T)
     value_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-    return -torch.where(_num_inside(mask_T, datum_T, num_datums) > 0, value_T, 0.0).sum()
+    return -torch.where(_num_inside(mask_T, datum_T, num_datums) > 0, value_T, 0.0)
 
 
 def _num_inside(mask_T: Tensor, datum_T: Tensor, num_datums: int) -> Tensor:
@@ -124,12 +126,15 @@ class LossInputs:
 class Loss:
     """A loss, and its inputs besides target_tokens."""
 
-    compute: Callable[[LossInputs], Tensor]
+    by_position: Callable[[LossInputs], Tensor]
+    """Returns the loss of every position, of cross_entropy of every target; the loss is their sum."""
     required: tuple[str, ...] = ()
     optional: Mapping[str, str | float] = field(default_factory=dict)
     """Inputs that may be absent, and the value that every position then has: a number, or a config key's value."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Config keys and their defaults."""
+    more_outputs: tuple[str, ...] = ()
+    """The tensors that an answer has of each datum besides its log probabilities."""
     soft_targets: bool = False
     """Takes target_tokens of shape [N, K]."""
     by_token: bool = True
@@ -166,6 +171,7 @@ LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(
         lambda x: cross_entropy(x.logprobs_TK, x.tensors["weights"]),
         optional={"weights": 1.0},
+        more_outputs=MORE_OUTPUTS["cross_entropy"],
         soft_targets=True,
         trains=lambda x: x.tensors["weights"] != 0,
     ),
@@ -224,18 +230,20 @@ class MicrobatchLoss:
         self.by_token = bool(parts) and all(loss.by_token for loss, _, _ in parts)
         """True if the gradient of a token depends on no other token's log probability."""
 
-    def __call__(self, logprobs_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [], and [P, 9] what `observe` gives for each of P requests; tokens behind theirs are
-        padding."""
+    def __call__(self, logprobs_TK: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the loss [], [P, 9] what `observe` gives for each of P requests, and without a gradient each request's
+        loss by position; tokens behind theirs are padding."""
         if not self._parts:
-            return logprobs_TK.sum() * 0, logprobs_TK.new_zeros(0, _NUM_VALUES)
-        values, observed = [], []
+            return logprobs_TK.sum() * 0, logprobs_TK.new_zeros(0, _NUM_VALUES), []
+        values, observed, by_position = [], [], []
         by_request = logprobs_TK[: sum(self._num_tokens)].split(self._num_tokens)
         for (loss, inputs, _), part_TK in zip(self._parts, by_request, strict=True):
             given = inputs(part_TK)
-            values.append(loss.compute(given))
+            losses = loss.by_position(given)
+            by_position.append(losses.detach())
+            values.append(losses.sum())
             observed.append(observe(loss, given, values[-1]))
-        return torch.stack(values).sum(), torch.stack(observed)
+        return torch.stack(values).sum(), torch.stack(observed), by_position
 
     def token_gradient(self, logprobs_TK: Tensor, begin: int) -> Tensor:
         """Return the gradient [T, K] of the loss by these log probabilities, which are those of the microbatch's tokens
@@ -246,7 +254,8 @@ class MicrobatchLoss:
                 own = slice(max(first, begin), min(first + num_tokens, begin + len(logprobs_TK)))
                 if own.start < own.stop:
                     part_TK = leaf_TK[own.start - begin : own.stop - begin]
-                    values.append(loss.compute(inputs(part_TK, slice(own.start - first, own.stop - first))))
+                    given = inputs(part_TK, slice(own.start - first, own.stop - first))
+                    values.append(loss.by_position(given).sum())
                 first += num_tokens
             if not values:  # padding alone
                 return torch.zeros_like(logprobs_TK)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from api_schemas.training import ELEMENTWISE_LOSS, LOGPROBS
 from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.base_model import BaseModel
@@ -41,6 +42,15 @@ class Part:
     def num_tokens(self) -> int:
         """Return the number of tokens of the datums."""
         return self.request.num_tokens(self.indices)
+
+    def share(self, name: str, values_TK: Tensor) -> None:
+        """Give the request's share an output of the datums; a datum has as many columns as its targets."""
+        lengths = [self.request.lengths[index] for index in self.indices]
+        for index, values in zip(self.indices, values_TK.split(lengths), strict=True):
+            target = targets(self.request.data[index])
+            width = target.shape[1] if target.ndim == 2 else 1
+            outputs = self.request.share.outputs.setdefault(index, {})
+            outputs[name] = values[:, :width].reshape(target.shape).numpy()
 
 
 @dataclass(frozen=True)
@@ -143,10 +153,10 @@ class TrainingStep:
         collectives of the others."""
         token_gradient = packed.loss.token_gradient if packed.loss.by_token else None
         logprobs_TK = self._base.score(packed.batch, packed.scales_TR, token_gradient)
-        loss, observed_P9 = packed.loss(logprobs_TK)
+        loss, observed_P9, losses = packed.loss(logprobs_TK)
         if loss.requires_grad:
             loss.backward()
-        _share_logprobs(parts, logprobs_TK.detach().cpu(), packed.batch.sample_lengths)
+        _share_outputs(parts, logprobs_TK.detach(), losses)
         return observed_P9
 
     def _require_finite(self, parts: Sequence[Part], *, shares: bool) -> None:
@@ -218,14 +228,15 @@ def _replayed_experts(parts: Sequence[Part], replay: RouterReplay, num_tokens: i
     return replay.batch(found, num_tokens)
 
 
-def _share_logprobs(parts: Sequence[Part], logprobs_TK: Tensor, sample_lengths: Sequence[int]) -> None:
-    """Give the requests' shares the log probabilities of their datums."""
-    datums = [(part.request, index) for part in parts for index in part.indices]
-    by_datum = logprobs_TK[: sum(sample_lengths)].split(list(sample_lengths))
-    for (request, index), logprobs in zip(datums, by_datum, strict=True):
-        target = targets(request.data[index])
-        width = target.shape[1] if target.ndim == 2 else 1
-        request.share.logprobs[index] = logprobs[:, :width].reshape(target.shape).numpy()
+def _share_outputs(parts: Sequence[Part], logprobs_TK: Tensor, losses: Sequence[Tensor]) -> None:
+    """Give the requests' shares the log probabilities of their datums, and what else their answers have of `losses`,
+    each request's loss by position."""
+    lengths = [part.num_tokens for part in parts]
+    by_part = logprobs_TK.cpu()[: sum(lengths)].split(lengths)
+    for part, own_TK, losses_TK in zip(parts, by_part, losses, strict=True):
+        part.share(LOGPROBS, own_TK)
+        if ELEMENTWISE_LOSS in part.request.loss.more_outputs:
+            part.share(ELEMENTWISE_LOSS, losses_TK.cpu())
 
 
 def _num_tokens(members: Members) -> int:

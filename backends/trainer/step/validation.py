@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from api_schemas.inputs import MAX_COLUMNS
-from api_schemas.training import ForwardBackwardInput
+from api_schemas.training import OUTPUT_BYTES, ForwardBackwardInput
 from backends.inputs.rendering import Layout, Renderer
 from backends.processes.rpc import MAX_ANSWER_BYTES
 from backends.protocol import InvalidInput
@@ -45,6 +45,7 @@ def check_forward_backward(
         raise InvalidInput("data is empty: send at least one datum")
     layouts: list[Layout] = []
     num_pixels = num_cells = 0
+    max_cells = MAX_ANSWER_BYTES // 2 // (OUTPUT_BYTES * (1 + len(loss.more_outputs)))  # the rest: names, shapes
     for index, datum in enumerate(loss_input.data):
         where = f"datum {index}"
         layouts.append(renderer.layout(datum.model_input, where))
@@ -60,9 +61,9 @@ def check_forward_backward(
         _check_values(datum.loss_fn_inputs, where)
         _check_clip(loss, config, datum.loss_fn_inputs, where)
         num_cells += datum.loss_fn_inputs["target_tokens"].size
-        if 4 * num_cells > MAX_ANSWER_BYTES // 2:  # the rest is for names and shapes
+        if num_cells > max_cells:
             raise InvalidInput(
-                f"datums 0 to {index} have {num_cells} target tokens; {MAX_ANSWER_BYTES // 8} can be answered at once"
+                f"datums 0 to {index} have {num_cells} target tokens; {max_cells} can be answered at once"
             )
     return layouts
 

@@ -42,7 +42,7 @@ class Operation:
     image_bytes: int = field(default=0, compare=False)
     """Bytes of the pixels of a sample's images. They are not stored."""
     answer_bytes: int = field(default=0, compare=False)
-    """Bytes of log probabilities that its result will have, if its body says so. They are not stored."""
+    """Bytes of tensors that its result will have, if its body says so. They are not stored."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     accepted_at: float = field(default_factory=time.time, compare=False)
     """Unix seconds."""

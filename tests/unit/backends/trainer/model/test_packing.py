@@ -52,7 +52,7 @@ def test_a_packed_microbatch_holds_whole_samples_one_after_the_other(renderer: R
     lengths = [len(first.token_ids_T), 4]
     batch = pack([(first, np.arange(lengths[0])), (second, np.arange(8).reshape(4, 2))], renderer.family, CPU)
 
-    assert batch.sample_lengths == lengths and batch.max_seqlen == lengths[0]
+    assert batch.max_seqlen == lengths[0]
     assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens.tolist() == [0, lengths[0], lengths[0] + 4]
     assert batch.model_inputs["input_ids"].tolist() == [[*first.token_ids_T, *second.token_ids_T]]
     assert batch.images == first.images
@@ -75,7 +75,7 @@ def test_a_microbatch_without_a_sample_of_two_tokens_gets_one_of_padding(
 ) -> None:
     samples = [(Rendered(np.ones(length, np.int64), [], []), np.ones(length, np.int64)) for length in lengths]
     batch = pack(samples, renderer.family, CPU)
-    assert batch.sample_lengths == lengths and batch.max_seqlen == 2
+    assert batch.max_seqlen == 2
     assert batch.cu_seqlens.tolist() == [*range(len(lengths) + 1), len(lengths) + 2]
     assert batch.model_inputs["input_ids"].tolist() == [[1] * len(lengths) + [0, 0]]
     assert batch.targets_TK.ravel().tolist() == [1] * len(lengths) + [0, 0] and batch.images == []
@@ -87,7 +87,6 @@ def test_a_microbatch_without_a_sample_of_two_tokens_gets_one_of_padding(
 def test_a_microbatch_can_be_padded_to_a_multiple_of_tokens(lengths, padded_by) -> None:
     samples = [(Rendered(np.ones(length, np.int64), [], []), np.ones(length, np.int64)) for length in lengths]
     batch = pack(samples, Text(), CPU, multiple_of=8)
-    assert batch.sample_lengths == lengths
     assert batch.cu_seqlens_host.tolist() == np.cumsum([0, *lengths, *([padded_by] if padded_by else [])]).tolist()
     assert len(batch.targets_TK) == sum(lengths) + padded_by
     assert batch.max_seqlen == max(*lengths, padded_by, 2)

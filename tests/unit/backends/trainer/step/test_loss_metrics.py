@@ -26,7 +26,7 @@ def inputs(loss_fn: str, **more: list[float]) -> LossInputs:
 
 def measured(loss_fn: str, *microbatches: LossInputs) -> dict[str, float]:
     loss = LOSSES[loss_fn]
-    return metrics([observe(loss, x, loss.compute(x)).tolist() for x in microbatches], loss)
+    return metrics([observe(loss, x, loss.by_position(x).sum()).tolist() for x in microbatches], loss)
 
 
 def test_the_gap_and_both_estimates_of_the_divergence_are_over_positions_that_train() -> None:

@@ -30,7 +30,7 @@ def evaluate(loss_fn: str, config: dict | None = None, **inputs: list[float]) ->
     loss = LOSSES[loss_fn]
     settings = loss_config(loss, ForwardBackwardInput(data=[datum], loss_fn=loss_fn, loss_fn_config=config))
     logprobs = torch.tensor(LOGPROBS)[:, None].requires_grad_()
-    value = loss.compute(loss_inputs(loss, settings, [datum], logprobs.device)(logprobs))
+    value = loss.by_position(loss_inputs(loss, settings, [datum], logprobs.device)(logprobs)).sum()
     value.backward()
     return value.item(), present(logprobs.grad)[:, 0].tolist()
 
@@ -71,7 +71,7 @@ def test_the_sequence_ratio_of_gspo_is_of_each_datum_alone():
 
     def value(logprobs, old_logprobs, datum, count):
         ones = torch.ones_like(logprobs)
-        return gspo(logprobs, old_logprobs, ones, ones, **bounds, datum_T=datum, num_datums=count)
+        return gspo(logprobs, old_logprobs, ones, ones, **bounds, datum_T=datum, num_datums=count).sum()
 
     zeros = [torch.zeros(len(one), dtype=torch.long) for one in alone]
     separate = sum(value(one, before, zero, 1) for one, before, zero in zip(alone, old, zeros, strict=True))
@@ -106,7 +106,7 @@ def test_a_sequence_outside_of_its_mask_contributes_nothing_to_gspo(masks: list[
         torch.tensor(1.2),
         datum_T=torch.tensor([0, 0, 1, 1, 1]),
         num_datums=2,
-    )
+    ).sum()
     value.backward()
     assert value.item() == pytest.approx(of_sequences(log_ratios, advantages, masks), rel=1e-5)
     of_each = present(logprobs.grad).split([2, 3])
@@ -152,7 +152,7 @@ def test_the_loss_of_several_datums_is_the_sum_of_the_plain_formulas_of_each(los
     loss = LOSSES[loss_fn]
     settings = loss_config(loss, ForwardBackwardInput(data=data, loss_fn=loss_fn))
     logprobs = torch.cat([one.detach() for one in parts]).float()[:, None].requires_grad_()
-    value = loss.compute(loss_inputs(loss, settings, data, logprobs.device)(logprobs))
+    value = loss.by_position(loss_inputs(loss, settings, data, logprobs.device)(logprobs)).sum()
     value.backward()
     assert value.item() == pytest.approx(sum(one.item() for one in wanted), rel=1e-5)
     gradient = torch.cat([present(one.grad) for one in parts])
