@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import AwareDatetime
 
 from api_schemas.base import Request, Response
-from api_schemas.fields import BaseModelName, ProjectId, SessionId
+from api_schemas.fields import BaseModelName, OwnerUrn, ProjectId, SessionId
 from api_schemas.listing import Metadata
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
@@ -68,8 +68,7 @@ class UsageEvent(Response):
     bucket_end: AwareDatetime
     """End of the hour."""
     base_model: BaseModelName
-    user_id: str
-    """The owner."""
+    user_id: OwnerUrn
     session_id: SessionId
     project_id: ProjectId
     event_info: TokenUsage | PrefillUsage | CheckpointUsage
@@ -95,8 +94,7 @@ class StorageUsage(Response):
     """Saved weights of one project."""
 
     project_id: ProjectId
-    org_user_urn: str
-    """Their owner."""
+    org_user_urn: OwnerUrn
     checkpoint_count: int
     """Number of saved weights."""
     size_bytes: int

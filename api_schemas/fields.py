@@ -2,10 +2,11 @@
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import NOTED
+from api_schemas.ids import OWNER_URN, owner_of
 
 
 def _sent_as_number(kind: str) -> BeforeValidator:
@@ -35,6 +36,12 @@ RequestId = Annotated[str, Field(description="Id of an operation, whose result i
 BaseModelName = Annotated[str, Field(description="Public name of a served base model.")]
 TinkerPathText = Annotated[
     str, Field(description="`tinker://<training run>/<kind>/<name>`, the public name of saved weights.")
+]
+OwnerUrn = Annotated[
+    str, Field(description=f"An owner, which is the name of API keys behind `{OWNER_URN}`.", pattern=f"^{OWNER_URN}")
+]
+NamedOwner = Annotated[
+    str, AfterValidator(owner_of), Field(description=f"An owner's name, with or without `{OWNER_URN}` before it.")
 ]
 ProjectId = Annotated[str, Field(description="A project, which is only a name here.")]
 SeqId = Annotated[

@@ -6,7 +6,7 @@ from pydantic import AwareDatetime, Field
 
 from api_schemas.base import Request, Response, at_most
 from api_schemas.checkpoints import CheckpointInfo
-from api_schemas.fields import BaseModelName, Integer, ModelId, Real
+from api_schemas.fields import BaseModelName, Integer, ModelId, OwnerUrn, Real
 from api_schemas.listing import Cursor, Metadata
 
 
@@ -15,8 +15,7 @@ class TrainingRunInfo(Response):
 
     training_run_id: ModelId
     base_model: BaseModelName
-    model_owner: str
-    """The owner."""
+    model_owner: OwnerUrn
     is_lora: bool = True
     """Whether the model is a LoRA adapter, not a whole model in training."""
     lora_rank: int | None

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field
 
 from api_schemas.base import NOTED, FirstError, Request, Response, at_most
-from api_schemas.fields import Integer, ModelId, ProjectId, SamplingSessionId, SessionId
+from api_schemas.fields import Integer, ModelId, NamedOwner, OwnerUrn, ProjectId, SamplingSessionId, SessionId
 from api_schemas.listing import Metadata
 
 
@@ -91,7 +91,7 @@ class SearchOwner(Request):
 
     type: Literal["own", "accessible", "user"] = "own"
     """`own`: the caller's sessions; `accessible`: the same, since sessions are not shared; `user`: named owners'."""
-    owner_urns: list[str] | None = Field(default=None, min_length=1, max_length=10)
+    owner_urns: list[NamedOwner] | None = Field(default=None, min_length=1, max_length=10)
     """With `user`: the owners."""
 
 
@@ -151,8 +151,7 @@ class SessionSummary(Response):
     session_id: SessionId
     created_at: AwareDatetime
     """Time of its creation."""
-    owner: str
-    """Its owner."""
+    owner: OwnerUrn
     project_id: ProjectId
     status: SessionStatus | None = None
     """Its state; null: neither finished nor known to be running."""

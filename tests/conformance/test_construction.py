@@ -235,5 +235,8 @@ def test_014_whoami_names_the_keys_owner_and_asks_nothing_more(fake: Running, wi
     rest.list_sessions().result()
     with wire.recording() as requests:
         identity = rest.whoami().result()
-    assert (identity.user_urn, identity.org_urn) == ("local", "tml:organization:tinker-server")
+    assert (identity.user_urn, identity.org_urn) == (
+        "tml:organization_user:local",
+        "tml:organization:tinker-server",
+    )
     assert identity.email is None and requests() == []

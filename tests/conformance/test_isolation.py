@@ -232,7 +232,7 @@ def test_055_lists_and_records_show_ones_own_only(server: Guarded, mine: Mine) -
     assert bob.list_sessions().result().sessions == []
     alice = rest(server, "alice")
     assert mine.model_id in [run.training_run_id for run in alice.list_training_runs().result().training_runs]
-    assert alice.get_training_run(mine.model_id).result().model_owner == "alice"
+    assert alice.get_training_run(mine.model_id).result().model_owner == "tml:organization_user:alice"
     with http(server, server.keys["bob"]) as client:
         assert client.post("/sessions/search", json={}).json()["sessions"] == []
         assert client.get("/audit").json()["entries"] == []
@@ -272,8 +272,9 @@ def test_025_and_099_published_weights_are_readable_by_all_and_writable_by_their
             accessible = raw.get("/checkpoints", params={"access_scope": "accessible"}).json()["checkpoints"]
             assert mine.path in [one["tinker_path"] for one in accessible]
             assert all(one["public"] for one in accessible if one["tinker_path"].split("/")[2] == mine.model_id)
+            urn = "tml:organization_user:alice"
             runs = raw.get("/training_runs", params={"access_scope": "accessible"}).json()["training_runs"]
-            assert [run["model_owner"] for run in runs if run["training_run_id"] == mine.model_id] == ["alice"]
+            assert [run["model_owner"] for run in runs if run["training_run_id"] == mine.model_id] == [urn]
             run = f"/training_runs/{mine.model_id}"
             assert raw.get(run).status_code == 404
             assert raw.get(run, params={"access_scope": "accessible"}).status_code == 200
@@ -320,7 +321,7 @@ def test_014_the_sdk_gets_another_token_when_its_own_is_not_accepted(
     server: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = rest(server, "alice")
-    assert client.whoami().result().user_urn == "alice"
+    assert client.whoami().result().user_urn == "tml:organization_user:alice"
     monkeypatch.setattr(server.app.state.services.tokens, "_secret", b"of another data directory")
     client.list_sessions().result()
 

@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning"),
 ]
+OWNER = "tml:organization_user:local"
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
 
 
@@ -51,7 +52,7 @@ def test_095_training_runs_are_found_and_unknown_ones_are_404(
     fresh = rest.get_training_run(training.model_id).result()
     assert (fresh.training_run_id, fresh.base_model, fresh.lora_rank) == (training.model_id, "tiny", 8)
     assert fresh.is_lora and not fresh.corrupted and fresh.last_checkpoint is None
-    assert fresh.model_owner and fresh.user_metadata == {"renderer_name": "plain"}
+    assert fresh.model_owner == OWNER and fresh.user_metadata == {"renderer_name": "plain"}
 
     path = training.save_state("a").result().path
     sampler = training.save_weights_for_sampler("b").result().path
@@ -133,7 +134,10 @@ def test_105_sessions_are_searched_and_assigned(
     finished = ClientFinishedSessionStatusQuery(reasons=["errored"])
     assert search(display_name="whale", statuses=[finished]) == [ids[0]]
     assert search(display_name="whale", statuses=[ActiveSessionStatusQuery()]) == [ids[2], ids[1]]
-    assert search(display_name="whale", owner={"type": "user", "owner_urns": ["nobody"]}) == []
+    named = rest.search_sessions(SessionSearchRequest(display_name="red whale")).result().sessions
+    assert [session.owner for session in named] == [OWNER]
+    for urn, of_owner in ((OWNER, ids[::-1]), ("local", ids[::-1]), (f"{OWNER}x", []), ("nobody", [])):
+        assert search(display_name="whale", owner={"type": "user", "owner_urns": [urn]}) == of_owner
 
     with pytest.raises(tinker.BadRequestError, match="cannot be searched"):
         search(user_metadata={'a"b': "0"})
@@ -193,13 +197,13 @@ def test_107_usage_counts_tokens_and_bytes(rest: tinker.RestClient, admin: tinke
     }
     assert {(event.project_id, event.base_model) for event in ours} == {("usage", "tiny")}
     assert all(event.bucket_start == hour and event.estimated_cost_usd is None for event in ours)
-    assert session_of(model) in usage.sessions
+    assert session_of(model) in usage.sessions and {event.user_id for event in ours} == {OWNER}
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
     earlier = admin.get_billing_usage(starting_on=long_ago, ending_before=long_ago + timedelta(days=1)).result()
     assert earlier.data == []
     stored = admin.get_current_checkpoint_storage_usage(project_id="usage").result().data
     size_bytes = rest.list_checkpoints(model.model_id).result().checkpoints[0].size_bytes
-    assert [(item.checkpoint_count, item.size_bytes) for item in stored] == [(1, size_bytes)]
+    assert [(item.checkpoint_count, item.size_bytes, item.org_user_urn) for item in stored] == [(1, size_bytes, OWNER)]
     assert len(admin.get_current_checkpoint_storage_usage().result().data) > 1
 
 

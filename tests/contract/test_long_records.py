@@ -86,7 +86,7 @@ def test_usage_is_whole_and_names_each_session_once(server: Running, monkeypatch
         "bucket_start": "1970-01-01T00:00:00Z",
         "bucket_end": "1970-01-01T01:00:00Z",
         "base_model": "tiny",
-        "user_id": "local",
+        "user_id": "tml:organization_user:local",
         "session_id": session_id,
         "project_id": "p",
         "event_info": {"type": "sampling_sample", "token_count": 2},

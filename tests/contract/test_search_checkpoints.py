@@ -80,7 +80,8 @@ def test_another_owner_finds_what_is_published_alone(owners: tuple[Owner, Owner]
     _, bob = owners
     assert found(bob) == []
     assert found(bob, owner={"type": "accessible"}) == [saved[1]]
-    assert found(bob, owner={"type": "user", "owner_urns": ["alice"]}) == [saved[1]]
+    for name in ("tml:organization_user:alice", "alice"):
+        assert found(bob, owner={"type": "user", "owner_urns": [name]}) == [saved[1]]
     assert found(bob, owner={"type": "user", "owner_urns": ["bob"]}) == []
 
 

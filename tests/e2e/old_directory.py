@@ -123,6 +123,7 @@ def fill(client: Client) -> dict[str, Any]:
 def measure(client: Client, parts: dict[str, Any]) -> dict[str, Any]:
     """A server's answers about the directory and results from it."""
     run = client.get(f"/training_runs/{parts['model']}")
+    run["model_owner"] = run["model_owner"].removeprefix("tml:organization_user:")  # older servers sent the name alone
     listed = client.get(f"/training_runs/{parts['model']}/checkpoints")["checkpoints"]
     session = client.get(f"/sessions/{parts['session']}")
     sampled = client.result(parts["sampled"])

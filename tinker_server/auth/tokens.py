@@ -10,6 +10,7 @@ import json
 import time
 from pathlib import Path
 
+from api_schemas.ids import owner_urn
 from tinker_server.auth.key import Key
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.private_file import private_secret
@@ -33,7 +34,7 @@ class Tokens:
         now = int(time.time())
         claims = {
             "iss": ORGANIZATION,
-            "sub": key.name,
+            "sub": owner_urn(key.name),
             "org_id": ORGANIZATION,
             "iat": now,
             "exp": now + VALID_S,

@@ -29,6 +29,7 @@ from api_schemas.admin import (
     UsageSession,
     User,
 )
+from api_schemas.ids import owner_urn
 from api_schemas.listing import from_unix
 from tinker_server.auth.key import hash_of
 from tinker_server.auth.links import VALID_S
@@ -114,6 +115,7 @@ def _audit_info(entry: AuditEntry) -> AuditEntryInfo:
 async def _usage(server: Services, owner: str, start: float, end: float) -> AsyncIterator[bytes]:
     """Yield a UsageResponse in parts."""
     session_ids: dict[str, None] = {}
+    user_id = owner_urn(owner)
 
     async def pages() -> AsyncIterator[Sequence[UsageAmount]]:
         async for page in server.usage.between(owner, start, end):
@@ -125,7 +127,7 @@ async def _usage(server: Services, owner: str, start: float, end: float) -> Asyn
             bucket_start=from_unix(used.hour),
             bucket_end=from_unix(used.hour + HOUR_S),
             base_model=used.base_model,
-            user_id=owner,
+            user_id=user_id,
             session_id=used.session_id,
             project_id=used.project_id or DEFAULT_PROJECT,
             event_info=_event_info(used.kind, used.amount),
@@ -153,7 +155,7 @@ async def get_storage(catalog: CatalogDep, caller: Caller, project_id: ProjectIn
         data=[
             StorageUsage(
                 project_id=record.project_id,
-                org_user_urn=caller,
+                org_user_urn=owner_urn(caller),
                 checkpoint_count=record.checkpoints_count,
                 size_bytes=record.size_bytes,
                 size_gigabytes=record.size_bytes / GIGABYTE,

@@ -4,6 +4,7 @@ import time
 
 from fastapi import APIRouter, Response
 
+from api_schemas.ids import owner_urn
 from api_schemas.listing import Cursor, from_unix
 from api_schemas.runs import LogMetricsRequest, TrainingRunInfo, TrainingRunsResponse
 from tinker_server.errors import Busy, LimitReached, UnknownModel
@@ -50,7 +51,7 @@ def _training_run_info(record: RunRecord) -> TrainingRunInfo:
     return TrainingRunInfo(
         training_run_id=record.run.model_id,
         base_model=record.run.base_model,
-        model_owner=record.run.owner,
+        model_owner=owner_urn(record.run.owner),
         is_lora=not record.run.trainable.full,
         lora_rank=record.run.trainable.lora_rank,
         last_request_time=from_unix(record.last_request_at),

@@ -4,6 +4,7 @@ import time
 
 from fastapi import APIRouter, Response
 
+from api_schemas.ids import owner_urn
 from api_schemas.listing import from_unix
 from api_schemas.sessions import (
     AssignProjectRequest,
@@ -117,7 +118,7 @@ def _summary(record: SessionRecord, now: float) -> SessionSummary:
     return SessionSummary(
         session_id=row.session_id,
         created_at=from_unix(row.created_at),
-        owner=row.owner,
+        owner=owner_urn(row.owner),
         project_id=row.project_id or DEFAULT_PROJECT,
         status=_status(row, now),
         checkpoints_count=record.checkpoints_count,

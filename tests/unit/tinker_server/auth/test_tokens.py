@@ -29,7 +29,7 @@ def test_the_sdk_reads_who_has_a_token_and_for_how_long(known: Keys, tmp_path: P
     from tinker.lib._jwt_auth import jwt_claims
 
     claims = jwt_claims(Tokens(tmp_path, known).make(known.all()[0]))
-    assert (claims["sub"], claims["org_id"]) == ("alice", "tinker-server")
+    assert (claims["sub"], claims["org_id"]) == ("tml:organization_user:alice", "tinker-server")
     assert claims["exp"] - claims["iat"] == VALID_S and abs(claims["iat"] - time.time()) < 60
 
 
