@@ -9,6 +9,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,29 @@ def test_102_older_clients_are_led_to_an_archive(training: tinker.TrainingClient
     fake.http.delete(f"/training_runs/{training.model_id}/checkpoints/sampler_weights/s")
     assert not list((fake.settings.data_dir / "archives").iterdir())
     assert httpx.get(answer.headers["location"]).status_code == 404
+
+
+def test_102_head_on_a_link_gives_the_size_of_what_get_sends(
+    training: tinker.TrainingClient, rest: tinker.RestClient, fake: Running
+) -> None:
+    """The archive is packed by the first of several requests, of whatever kind it is."""
+    training.save_weights_for_sampler("s").result()
+    exported = training.save_weights_external("e").result().path
+    moved = fake.http.get(f"/training_runs/{training.model_id}/checkpoints/sampler_weights/s/archive")
+    archive, *files = moved.headers["location"], *rest.get_external_weights_urls(exported).result().urls.values()
+    with ThreadPoolExecutor(4) as pool:
+        heads = [*pool.map(lambda method: httpx.request(method, archive), ("HEAD", "GET", "HEAD"))]
+    (packed,) = (fake.settings.data_dir / "archives").iterdir()
+    written = packed.stat()
+    assert {head.headers["content-length"] for head in heads} == {str(written.st_size)}
+    for url in (archive, *files):
+        head, whole = httpx.head(url), httpx.get(url)
+        assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(whole.content)))
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert (packed.stat().st_ino, packed.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    assert httpx.head(f"{archive[:-1]}!").status_code == 403
+    fake.http.delete(f"/training_runs/{training.model_id}/checkpoints/sampler_weights/s")
+    assert httpx.head(archive).status_code == 404
 
 
 def test_103_copies_stand_on_their_own(

@@ -1,11 +1,11 @@
-"""Downloads and uploads by signed URL, with a plain GET or PUT and no API key."""
+"""Downloads and uploads by signed URL, with a plain GET, HEAD or PUT and no API key."""
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi import Path as PathParameter
@@ -19,6 +19,7 @@ from tinker_server.errors import (
     DiskFull,
     LimitReached,
     LinkRefused,
+    TinkerServerError,
     UnknownCheckpoint,
     UnknownSession,
     UnknownUpload,
@@ -30,6 +31,7 @@ from tinker_server.web.parameters import FollowedLink, SessionIdInPath
 from tinker_server.web.refusals import BINARY, DOWNLOAD, Described, refused
 
 router = APIRouter()
+H = TypeVar("H", bound=Callable[..., Any])
 UPLOADED = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": BINARY}}}}
 MICROS = 1_000_000
 OPERATIONS_AT_ONCE = 500
@@ -39,9 +41,19 @@ TRACE: Described = {
 }
 
 
-@router.get(
-    "/files/{path:path}", response_class=FileResponse, responses=DOWNLOAD | refused(LinkRefused, UnknownCheckpoint)
-)
+def _download(path: str, *refusals: type[TinkerServerError]) -> Callable[[H], H]:
+    """Return a decorator that adds a handler which sends a file to GET, and to HEAD its size alone."""
+
+    def add(handler: H) -> H:
+        for method in ("GET", "HEAD"):
+            described = DOWNLOAD | refused(LinkRefused, UnknownCheckpoint, *refusals)
+            router.add_api_route(path, handler, methods=[method], response_class=FileResponse, responses=described)
+        return handler
+
+    return add
+
+
+@_download("/files/{path:path}")
 async def get_file(
     path: Annotated[str, PathParameter(description="The file that the link opens.")],
     link: FollowedLink,
@@ -52,11 +64,7 @@ async def get_file(
     return await _file(storage.downloadable(path))
 
 
-@router.get(
-    "/archives/{directory:path}",
-    response_class=FileResponse,
-    responses=DOWNLOAD | refused(LimitReached, LinkRefused, UnknownCheckpoint),
-)
+@_download("/archives/{directory:path}", LimitReached)
 async def get_archive(
     directory: Annotated[str, PathParameter(description="The weights that the link opens.")],
     link: FollowedLink,
