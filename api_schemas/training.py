@@ -17,6 +17,8 @@ MAX_CONFIG = 16
 """Largest number of entries of loss_fn_config."""
 
 SMALLEST_EPS = 1e-30
+Layout = Literal["own", "service"]
+"""Which adapters a model has."""
 
 
 class LoraConfig(Request):
@@ -53,6 +55,9 @@ class Trainable(BaseModel):
     """Whether the adapter covers the vision tower and its mergers."""
     full: bool = False
     """Whether all weights are trained instead of an adapter; `rank` and `seed` are then unused."""
+    layout: Layout = "own"
+    """`service`: the hosted service's adapters, in which the experts of a layer share the factors on the hidden side.
+    `own`: every expert has an adapter of its own, as in all runs that were stored without this field."""
 
     @property
     def lora_rank(self) -> int | None:

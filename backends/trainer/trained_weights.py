@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from api_schemas.training import AdamParams, Trainable
+from api_schemas.training import AdamParams, Layout, Trainable
 from backends.formats.load_check import LoadCheck
 
 GradientState = Literal["none", "whole", "incomplete"]
@@ -85,6 +85,10 @@ class TrainedWeights(Protocol[M]):
 
     def in_tower(self, scales_R: Tensor) -> AbstractContextManager[None]:
         """Inside, the vision tower computes for the one model with these scales."""
+
+    @property
+    def layouts(self) -> frozenset[Layout]:
+        """The layouts of the loaded models, where these differ: each mix of them computes otherwise."""
 
     @property
     def accumulated(self) -> list[Tensor]:

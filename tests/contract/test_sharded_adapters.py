@@ -26,7 +26,7 @@ from tests.models import make_tiny_vl
 from tests.ranks import on_ranks
 from tests.trainers import assert_same, config, forward_backward, lora_model, perturb, relative_distance
 
-LORAS = {"m": Trainable(rank=8, seed=1, train_vision=True), "n": Trainable(rank=3, seed=2)}
+LORAS = {"m": Trainable(rank=8, seed=1, train_vision=True, layout="service"), "n": Trainable(rank=3, seed=2)}
 ADAM = AdamParams(learning_rate=0.1, eps=1.0, weight_decay=0.1, grad_clip_norm=5.0)
 """A large eps makes a step nearly the gradient itself, and rounding stays small. The norm is cut in every step."""
 Kind = Literal["replicate", "shard"]

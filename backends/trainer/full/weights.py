@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from api_schemas.training import Trainable
+from api_schemas.training import Layout, Trainable
 from backends.families.family import LoraFlag
 from backends.families.lora_names import flag_of, trained_parameters
 from backends.protocol import InvalidInput
@@ -84,6 +84,11 @@ class FullWeights:
     def in_tower(self, scales_R: Tensor) -> AbstractContextManager[None]:
         """Fail: no model here trains the tower."""
         raise AssertionError("the vision tower is frozen")
+
+    @property
+    def layouts(self) -> frozenset[Layout]:
+        """None: there are no adapters."""
+        return frozenset()
 
     @property
     def accumulated(self) -> list[Tensor]:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from api_schemas.training import Trainable
+from api_schemas.training import Layout, Trainable
 from backends.families.family import LoraFlag
 from backends.families.lora_names import EXPERT_STACKS, UNGATED_STACKS, name_in_files
 from backends.kernels.pinned_copy import to_device
@@ -27,6 +27,9 @@ from backends.trainer.distributed import ALONE, World
 from backends.trainer.lora.experts import ExpertAdapters, LoraExperts
 from backends.trainer.lora.linear import ALPHA, LoraLinear, TokenScales
 from backends.trainer.lora.model import Group, LoraModel, StackedAdapter
+
+_LAYOUTS_OF_BASE: frozenset[Layout] = frozenset({"own"})
+"""As which the base alone computes."""
 
 
 class Adapters:
@@ -53,8 +56,10 @@ class Adapters:
         self.gradient_dtype = torch.promote_types(self._dtype, torch.float32)
         self._rank_slices: list[slice] = []
         self._loaded: list[Buffers] = []
-        self._buffers: dict[int, list[Buffers]] = {}
-        """Buffers by R. On a GPU they stay: compiled code and graphs hold their addresses."""
+        self._buffers: dict[tuple[int, int], Buffers] = {}
+        """Buffers by group and R. On a GPU they stay: compiled code and graphs hold their addresses."""
+        self._layouts = frozenset(group.layout for group in self._groups if group.layout is not None)
+        self._loaded_as: tuple[int, frozenset[Layout]] | None = None
         model.get_input_embeddings().register_forward_hook(_want_gradient)
 
     def create(self, config: Trainable) -> LoraModel:
@@ -79,7 +84,8 @@ class Adapters:
                 )
             if not any(group.flag == flag for group in self._groups):
                 raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
-        stacks = [self._stacked_adapter(group, config.rank) for group in self._groups if group.flag in flags]
+        groups = [each for each in self._groups if each.flag in flags and each.layout in (None, config.layout)]
+        stacks = [self._stacked_adapter(group, config.rank) for group in groups]
         model = LoraModel(config, stacks, self._world, fused=self._device.type == "cuda")
         _initialise(model)
         return model
@@ -88,8 +94,8 @@ class Adapters:
         outputs, inputs = group.matrix_shape
         dtype = self.gradient_dtype if self._world.machine.size == 1 else self._dtype
         halves = [
-            nn.Parameter(torch.zeros(len(group.names), rank, width, dtype=dtype, device=self._device))
-            for width in (inputs, outputs)
+            nn.Parameter(torch.zeros(length, rank, width, dtype=dtype, device=self._device))
+            for length, width in zip(group.lengths, (inputs, outputs), strict=True)
         ]
         for half in halves:
             half.grad_dtype = self.gradient_dtype
@@ -103,14 +109,9 @@ class Adapters:
         ends = list(accumulate(model.config.rank for model in models))
         self._rank_slices = [slice(end - model.config.rank, end) for end, model in zip(ends, models, strict=True)]
         width = self._width(sum(model.config.rank for model in models))
-        if width not in self._buffers:
-            if self._device.type == "cpu":
-                self._buffers.clear()
-            self._buffers[width] = [Buffers.zeros(group, width, self._dtype, self._device) for group in self._groups]
-        if self._loaded is not self._buffers[width]:
-            self._loaded = self._buffers[width]
-            for buffers in self._loaded:
-                buffers.bind()
+        layouts = self._layouts & (frozenset(model.config.layout for model in models) or _LAYOUTS_OF_BASE)
+        if (width, layouts) != self._loaded_as:
+            self._bind(width, layouts)
         for buffers in self._loaded:
             buffers.clear()
         for ranks, stack, buffers in self._slices(models):
@@ -120,6 +121,25 @@ class Adapters:
         for scale_R, ranks in zip(scales, self._rank_slices, strict=True):
             scale_R[ranks] = ALPHA / (ranks.stop - ranks.start)
         return to_device(scales, self._device)
+
+    def _bind(self, width: int, layouts: frozenset[Layout]) -> None:
+        """Have all matrices compute with buffers of rank `width`; of 0 those of other layouts."""
+        if self._device.type == "cpu":
+            self._buffers.clear()
+        loaded = []
+        for index, group in enumerate(self._groups):
+            key = (index, width if group.layout in (None, *layouts) else 0)
+            if key not in self._buffers:
+                self._buffers[key] = Buffers.zeros(group, key[1], self._dtype, self._device)
+            loaded.append(self._buffers[key])
+        self._loaded, self._loaded_as = loaded, (width, layouts)
+        for buffers in loaded:
+            buffers.bind()
+
+    @property
+    def layouts(self) -> frozenset[Layout]:
+        """The layouts of the loaded models, where these differ."""
+        return frozenset() if self._loaded_as is None else self._loaded_as[1]
 
     def blank(self, num_tokens: int) -> Tensor:
         """Return the scales [T, R] of tokens of no model, after `load([])`: the base alone."""
@@ -194,9 +214,14 @@ class Buffers:
         """Make buffers of rank `width` that add nothing."""
         outputs, inputs = group.matrix_shape
         wide = torch.promote_types(dtype, torch.float32)
-        sizes = ((inputs, dtype), (outputs, dtype), (inputs, wide), (outputs, wide))
+        of_a, of_b = zip(group.lengths, (inputs, outputs), strict=True)
         return cls(
-            group, *(torch.zeros(len(group.names), width, size, dtype=kind, device=device) for size, kind in sizes)
+            group,
+            *(
+                torch.zeros(length, width, size, dtype=kind, device=device)
+                for kind in (dtype, wide)
+                for length, size in (of_a, of_b)
+            ),
         )
 
     def clear(self) -> None:
@@ -205,11 +230,11 @@ class Buffers:
 
     def bind(self) -> None:
         """Make the group's matrices compute with these."""
-        begin = 0
-        for target in self.group.targets:
+        for number, target in enumerate(self.group.targets):
+            of_a, of_b = (slice(number * count, (number + 1) * count) for count in target.num_matrices)
             # .data has a version counter of its own: backward adds to one layer's after another's.
-            target.take(*(tensor[begin : begin + target.num_matrices].data for tensor in self._all()))
-            begin += target.num_matrices
+            parts = zip(self._all(), (of_a, of_b, of_a, of_b), strict=True)
+            target.take(*(tensor[matrices].data for tensor, matrices in parts))
 
     def _all(self) -> tuple[Tensor, ...]:
         return self.a_LRI, self.b_LRO, self.grad_a_LRI, self.grad_b_LRO
@@ -228,7 +253,7 @@ def _replace_modules(
 ) -> list[Group]:
     """Replace every linear and every layer's experts by a module that takes adapters."""
     flags = {name: flag for flag, names in modules.items() for name in names}
-    found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[str, list[str], LoraLinear | ExpertAdapters]]] = {}
+    found: dict[_Kind, list[_Member]] = {}
     in_order: list[str] = []
     for name in [name for name, _ in model.named_modules() if name in flags]:
         parent_name, _, last = name.rpartition(".")
@@ -236,31 +261,55 @@ def _replace_modules(
         scales = of_tower if flags[name] == "train_vision" else of_text
         ours = LoraLinear(base, scales) if isinstance(base, nn.Linear) else LoraExperts(base, scales)
         setattr(model.get_submodule(parent_name), last, ours)
-        for kind, target, target_name, own_names in _matrices(name, ours):
+        for kind, layout, target, target_name, own_names in _matrices(name, ours):
             names = [name_in_files(model, own_name) for own_name in own_names]
             in_order += names
-            member = (name_in_files(model, target_name), names, target)
-            found.setdefault((flags[name], kind, target.matrix_shape), []).append(member)
+            member = _Member(name_in_files(model, target_name), names, target)
+            group = _Kind(flags[name], kind, layout, target.matrix_shape, target.num_matrices)
+            found.setdefault(group, []).append(member)
     positions = {name: position for position, name in enumerate(in_order)}
     groups = []
-    for (flag, _, _), members in found.items():
+    for kind, members in found.items():
         target_names, names_by_target, targets = zip(*members, strict=True)
         all_names = tuple(name for names in names_by_target for name in names)
-        groups.append(Group(flag, all_names, targets, target_names, tuple(positions[name] for name in all_names)))
+        places = tuple(positions[name] for name in all_names)
+        num_matrices = kind.num_matrices if kind.layout == "service" else None
+        groups.append(Group(kind.flag, all_names, targets, target_names, places, kind.layout, num_matrices))
     return groups
+
+
+class _Kind(NamedTuple):
+    """What the matrices of a group have in common."""
+
+    flag: LoraFlag
+    name: str
+    layout: Layout | None
+    matrix_shape: torch.Size
+    num_matrices: tuple[int, int]
+
+
+class _Member(NamedTuple):
+    """A target module of a group."""
+
+    target_name: str
+    names: list[str]
+    target: LoraLinear | ExpertAdapters
 
 
 def _matrices(
     name: str, module: LoraLinear | LoraExperts
-) -> Iterator[tuple[str, LoraLinear | ExpertAdapters, str, list[str]]]:
-    """Yield each kind of matrix in the module `name`: kind, target module, its name, and the matrices' own names."""
+) -> Iterator[tuple[str, Layout | None, LoraLinear | ExpertAdapters, str, list[str]]]:
+    """Yield each kind of matrix in the module `name`: kind, the layout whose models have it, target module, its name,
+    and the names of the tensors."""
     if isinstance(module, LoraLinear):
-        yield name.rpartition(".")[2], module, name, [name]
+        yield name.rpartition(".")[2], None, module, name, [name]
         return
     stacks = EXPERT_STACKS if module.has_gate else UNGATED_STACKS
-    for projection, adapters in module.adapters.items():
-        names = [f"{name}.{i}.{projection}" for i in range(adapters.num_matrices)]
-        yield f"expert {projection}", adapters, f"{name}.{stacks[projection]}", names
+    for layout, matrices in module.adapters.items():
+        for projection, adapters in matrices.items():
+            stack = f"{name}.{stacks[projection]}"
+            own_names = [f"{name}.{i}.{projection}" for i in range(adapters.num_experts)]
+            yield f"expert {projection}", layout, adapters, stack, own_names if layout == "own" else [stack]
 
 
 def _initialise(model: LoraModel) -> None:

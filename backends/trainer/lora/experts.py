@@ -1,24 +1,31 @@
 """Frozen experts of a mixture with the LoRA adapters of all models of a packed microbatch.
 
-Each expert has an adapter of its own on each of its three matrices, or two if it has no gate, of its model's rank (as
-in PEFT and vLLM). The router is frozen: gradients pass through its weights to earlier layers, as in transformers.
+A model's experts have adapters of one of two layouts, of its rank:
+
+- `own`: each expert has an adapter of its own on each of its three matrices, or two if it has no gate (as in PEFT and
+  vLLM).
+- `service`: all experts of a layer share the factor on the hidden side, A of gate and up and B of down; the other is
+  each expert's own. A product with a shared factor is computed once a token: of down's, the sum over a token's experts
+  is taken before it, in R numbers instead of H.
+
+The router is frozen: gradients pass through its weights to earlier layers, as in transformers.
 
 T tokens of a microbatch, K experts of a token, S = T * K (token, expert) pairs in the experts' order, E experts, H
 hidden width, I inputs and O outputs of a matrix, R summed ranks of the microbatch's models
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from api_schemas.training import Layout
 from backends.families.biased_experts import BiasedExperts
 from backends.families.gpt_oss import gated
-from backends.kernels.autograd import Context
-from backends.trainer.lora.linear import TokenScales, add_product, scaled
+from backends.trainer.lora.grouped import expert_factor, lora_grouped, multiply_by_expert
+from backends.trainer.lora.linear import TokenScales
+from backends.trainer.lora.shared_factors import multiply_a, multiply_b
 
 
 class StackedExperts(Protocol):
@@ -35,17 +42,20 @@ class StackedExperts(Protocol):
 
 
 class ExpertAdapters:
-    """The adapters of one matrix of every expert of a layer for the current microbatch; `Adapters.load` sets them."""
+    """The adapters of one matrix of every expert of a layer for the current microbatch, of the models of one layout;
+    `Adapters.load` sets them. R is 0 if it has no such model."""
 
     a: Tensor
-    """[E, R, I]"""
+    """[E, R, I], or [1, R, I] if the experts share it."""
     b: Tensor
-    """[E, R, O], transposed."""
+    """[E, R, O], transposed, or [1, R, O]."""
     grad_a: Tensor
     grad_b: Tensor
 
-    def __init__(self, num_experts: int, outputs: int, inputs: int) -> None:
-        self.num_matrices = num_experts
+    def __init__(self, num_experts: int, num_matrices: tuple[int, int], outputs: int, inputs: int) -> None:
+        self.num_experts = num_experts
+        self.num_matrices = num_matrices
+        """Of A, and of B."""
         self.matrix_shape = torch.Size((outputs, inputs))
 
     def take(self, a_ERI: Tensor, b_ERO: Tensor, grad_a_ERI: Tensor, grad_b_ERO: Tensor) -> None:
@@ -57,6 +67,42 @@ class ExpertAdapters:
         """A, B and their accumulated gradients."""
         return self.a, self.b, self.grad_a, self.grad_b
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the microbatch has models of this layout."""
+        return self.a.shape[1] > 0
+
+
+class _Pairs(NamedTuple):
+    """The (token, expert) pairs of a microbatch, in the experts' order."""
+
+    experts_S: Tensor
+    order_S: Tensor
+    """Places in the tokens' order."""
+    token_S: Tensor
+    ends_E: Tensor
+    """int32: the end of each expert's pairs."""
+    position_TK: Tensor
+    """Each pair's place among these, in the tokens' order."""
+    scales_SR: Tensor
+
+    @classmethod
+    def of(cls, experts_TK: Tensor, num_experts: int, scales_TR: Tensor) -> "_Pairs":
+        experts_S, order_S = experts_TK.flatten().sort(stable=True)
+        ends_E = torch.searchsorted(
+            experts_S, torch.arange(num_experts, device=experts_S.device), right=True, out_int32=True
+        )
+        position_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+        token_S = order_S // experts_TK.shape[1]
+        return cls(experts_S, order_S, token_S, ends_E, position_S.view(experts_TK.shape), scales_TR[token_S])
+
+    def sum_weighted(self, y_SN: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return [T, N], the sum of each token's experts."""
+        y_SN = y_SN * weights_TK.flatten()[self.order_S, None]
+        # Back to the tokens' order and summed there: adding by index is not deterministic on a GPU.
+        y_TKN: Tensor = y_SN[self.position_TK.flatten()].unflatten(0, self.position_TK.shape)
+        return y_TKN.sum(1)
+
 
 class LoraExperts(nn.Module):
     """Replaces a layer's experts."""
@@ -66,9 +112,14 @@ class LoraExperts(nn.Module):
         # FSDP2 knows the experts by their module: it stays where their weights are.
         self.base, self._scales = base, scales
         self.has_gate = base.has_gate
-        num_experts, hidden, inner = base.down_proj.shape
-        shapes = {name: (inner, hidden) for name in self._into} | {"down_proj": (hidden, inner)}
-        self.adapters = {name: ExpertAdapters(num_experts, *shape) for name, shape in shapes.items()}
+        count, hidden, inner = base.down_proj.shape
+        into = {name: (inner, hidden) for name in self._into}
+        own = {name: ExpertAdapters(count, (count, count), *shape) for name, shape in into.items()}
+        shared = {name: ExpertAdapters(count, (1, count), *shape) for name, shape in into.items()}
+        self.adapters: dict[Layout, dict[str, ExpertAdapters]] = {
+            "own": own | {"down_proj": ExpertAdapters(count, (count, count), hidden, inner)},
+            "service": shared | {"down_proj": ExpertAdapters(count, (count, 1), hidden, inner)},
+        }
 
     @property
     def _into(self) -> tuple[str, ...]:
@@ -78,26 +129,40 @@ class LoraExperts(nn.Module):
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return [T, H], the sum of each token's experts, weighted by the router."""
         num_experts, _, inner = self.base.down_proj.shape
-        experts_S, order_S = experts_TK.flatten().sort(stable=True)
-        ends_E = torch.searchsorted(
-            experts_S, torch.arange(num_experts, device=experts_S.device), right=True, out_int32=True
-        )
-        token_S = order_S // experts_TK.shape[1]
-        x_SH, scales_SR = hidden_TH[token_S], self._scales.scales_TR[token_S]
+        scales_TR = self._scales.scales_TR
+        pairs = _Pairs.of(experts_TK, num_experts, scales_TR)
+        x_SH = hidden_TH[pairs.token_S]
         weights = self.base.gate_up_proj if self.has_gate else cast(StackedExperts, self.base).up_proj
         parts_SI = [
-            lora_grouped(x_SH, weight_EIH, *self.adapters[name].all, scales_SR, ends_E)[0]
+            self._product(name, x_SH, weight_EIH, pairs)
             for name, weight_EIH in zip(self._into, weights.split(inner, dim=1), strict=True)
         ]
-        inner_SI = self._activated(parts_SI, experts_S)
-        y_SH = lora_grouped(inner_SI, self.base.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]
+        shared = self.adapters["service"]
+        if shared["up_proj"].is_used:
+            into = [shared[name] for name in self._into]
+            inner_TN = multiply_a(hidden_TH, [of.a[0] for of in into], [of.grad_a[0] for of in into], scales_TR)
+            inners_SR = [inner_TR[pairs.token_S] for inner_TR in inner_TN.chunk(len(into), 1)]
+            parts_SI = [
+                part_SI + expert_factor(inner_SR, of.b, of.grad_b, pairs.ends_E, False)
+                for part_SI, inner_SR, of in zip(parts_SI, inners_SR, into, strict=True)
+            ]
+        inner_SI = self._activated(parts_SI, pairs.experts_S)
+        y_SH = self._product("down_proj", inner_SI, self.base.down_proj, pairs)
         if isinstance(self.base, BiasedExperts):
-            y_SH = y_SH + self.base.down_bias[experts_S]
-        y_SH = y_SH * weights_TK.flatten()[order_S, None]
-        # Back to the tokens' order and summed there: adding by index is not deterministic on a GPU.
-        position_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
-        y_TKH: Tensor = y_SH[position_S].unflatten(0, experts_TK.shape)
-        return y_TKH.sum(1).to(hidden_TH.dtype)  # some routers' weights are in float32
+            y_SH = y_SH + self.base.down_bias[pairs.experts_S]
+        y_TH = pairs.sum_weighted(y_SH, weights_TK)
+        if (down := shared["down_proj"]).is_used:
+            inner_SR = expert_factor(inner_SI, down.a, down.grad_a, pairs.ends_E, True)
+            inner_TR = pairs.sum_weighted(inner_SR, weights_TK).to(hidden_TH.dtype)
+            y_TH = y_TH + multiply_b(inner_TR, down.b[0], down.grad_b[0], scales_TR)[0]
+        return y_TH.to(hidden_TH.dtype)  # some routers' weights are in float32
+
+    def _product(self, name: str, x_SI: Tensor, weight_EOI: Tensor, pairs: _Pairs) -> Tensor:
+        """Return [S, O], each pair by its expert's matrix and own adapter."""
+        own = self.adapters["own"][name]
+        if not own.is_used:
+            return cast(Tensor, multiply_by_expert(x_SI, weight_EOI, pairs.ends_E))
+        return cast(Tensor, lora_grouped(x_SI, weight_EOI, *own.all, pairs.scales_SR, pairs.ends_E)[0])
 
     def _activated(self, parts_SI: Sequence[Tensor], experts_S: Tensor) -> Tensor:
         if not isinstance(self.base, BiasedExperts):
@@ -106,97 +171,3 @@ class LoraExperts(nn.Module):
         gate_SI, up_SI = parts_SI
         gate_bias_EI, up_bias_EI = self.base.gate_up_bias.chunk(2, 1)
         return gated(gate_SI + gate_bias_EI[experts_S], up_SI + up_bias_EI[experts_S])
-
-
-@torch.library.custom_op("tinker_server::lora_grouped", mutates_args=())
-def lora_grouped(  # noqa: PLR0913
-    x_SI: Tensor,
-    weight_EOI: Tensor,
-    a_ERI: Tensor,
-    b_ERO: Tensor,
-    grad_a_ERI: Tensor,  # noqa: ARG001 - kept for backward, like the next
-    grad_b_ERO: Tensor,  # noqa: ARG001
-    scales_SR: Tensor,
-    ends_E: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return [S, O], each pair by its expert's matrix and adapter, and the scaled inner products [S, R] for backward,
-    which adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs."""
-    inner_SR = scaled(_grouped(x_SI, a_ERI.mT, ends_E), scales_SR)
-    return _grouped(x_SI, weight_EOI.mT, ends_E).add_(_grouped(inner_SR, b_ERO, ends_E)), inner_SR
-
-
-@torch.library.custom_op("tinker_server::lora_grouped_backward", mutates_args=("grad_a_ERI", "grad_b_ERO"))
-def lora_grouped_backward(  # noqa: PLR0913
-    grad_y_SO: Tensor,
-    x_SI: Tensor,
-    weight_EOI: Tensor,
-    a_ERI: Tensor,
-    b_ERO: Tensor,
-    grad_a_ERI: Tensor,
-    grad_b_ERO: Tensor,
-    scales_SR: Tensor,
-    ends_E: Tensor,
-    inner_SR: Tensor,
-) -> Tensor:
-    """Return the gradient of x [S, I]; accumulate those of A and B."""
-    grad_inner_SR = scaled(_grouped(grad_y_SO, b_ERO.mT, ends_E), scales_SR)
-    _add_grouped_product(grad_b_ERO, inner_SR, grad_y_SO, ends_E)
-    _add_grouped_product(grad_a_ERI, grad_inner_SR, x_SI, ends_E)
-    return _grouped(grad_y_SO, weight_EOI, ends_E).add_(_grouped(grad_inner_SR, a_ERI, ends_E))
-
-
-def _grouped(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each expert's pairs by its matrix: [S, O]."""
-    if _in_one_kernel(x_SI):
-        return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
-    y_SO = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
-    for expert, pairs in _pairs_by_expert(ends_E):
-        torch.mm(x_SI[pairs], weight_EIO[expert], out=y_SO[pairs])
-    return y_SO
-
-
-def _add_grouped_product(total_ERN: Tensor, left_SR: Tensor, right_SN: Tensor, ends_E: Tensor) -> None:
-    """Add each expert's left^T right to its part of `total_ERN`."""
-    if _in_one_kernel(left_SR):
-        # Rounded once to the compute type, all that the kernel gives; the sum over pairs is in float32.
-        product_ERN = F.grouped_mm(left_SR.mT, right_SN, offs=ends_E)
-        # On some GPUs it writes nothing for an expert without pairs (pytorch issue 172439) and leaves uninitialised
-        # memory.
-        is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-        total_ERN.add_(product_ERN.masked_fill_(is_empty_E[:, None, None], 0))
-        return
-    for expert, pairs in _pairs_by_expert(ends_E):
-        add_product(total_ERN[expert], left_SR[pairs], right_SN[pairs])
-
-
-def _in_one_kernel(x: Tensor) -> bool:
-    """Return whether to use torch's grouped product: made for bfloat16 on CUDA, elsewhere as slow as single
-    products."""
-    return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def _pairs_by_expert(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
-    for expert, (begin, end) in enumerate(pairwise([0, *ends_E.tolist()])):
-        if end > begin:
-            yield expert, slice(begin, end)
-
-
-def _save(ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[1])
-
-
-def _backward(ctx: Context, grad_y_SO: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return lora_grouped_backward(grad_y_SO.contiguous(), *ctx.saved_tensors), *(None,) * 7
-
-
-@lora_grouped.register_fake
-def _(x_SI: Tensor, weight_EOI: Tensor, a_ERI: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1]), x_SI.new_empty(x_SI.shape[0], a_ERI.shape[1])
-
-
-@lora_grouped_backward.register_fake
-def _(_grad_y_SO: Tensor, x_SI: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(x_SI)
-
-
-lora_grouped.register_autograd(_backward, setup_context=_save)

@@ -56,7 +56,7 @@ class LoraLinear(nn.Module):
         # FSDP2 knows the linear by its module: it stays where its weight is.
         self.base, self._scales = base, scales
 
-    num_matrices = 1
+    num_matrices = (1, 1)
 
     @property
     def weight(self) -> Tensor:

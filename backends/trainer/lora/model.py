@@ -5,10 +5,10 @@ Several ranks of a machine share float32 masters and moments: each has a shard o
 a working copy of the whole adapter in the base's precision, which microbatches load, and until the next optim_step a
 whole gradient of its own. On a machine's only rank the masters are the working copy.
 
-L matrices, r rank of the model, I inputs and O outputs of a matrix
+L matrices of A or of B, r rank of the model, I inputs and O outputs of a matrix
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -16,7 +16,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from api_schemas.training import AdamParams, Trainable
+from api_schemas.training import AdamParams, Layout, Trainable
 from backends.families.family import LoraFlag
 from backends.formats.stacked_adapters import TargetModules
 from backends.protocol import InvalidInput
@@ -45,13 +45,31 @@ class Group:
 
     flag: LoraFlag
     names: tuple[str, ...]
-    """Names of the matrices in a PEFT file."""
+    """Names of the adapter's tensors in files: of each matrix, or of those of a layer's experts."""
     targets: tuple[LoraLinear | ExpertAdapters, ...]
     """Target modules: one matrix each, or those of a layer's experts."""
     target_names: tuple[str, ...]
     """The engine's names of the target modules: a linear's own, and one for all experts of a layer."""
     positions: tuple[int, ...]
-    """Index of each matrix among all that take LoRA, in the model's own order."""
+    """Index of each name among all that take LoRA, in the model's own order."""
+    layout: Layout | None = None
+    """The layout whose models have these adapters; None: of both."""
+    num_matrices: tuple[int, int] | None = None
+    """Matrices of A, and of B, in the tensors of each name, if these have three dimensions."""
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """L of A, and of B."""
+        a, b = self.num_matrices or (1, 1)
+        return len(self.names) * a, len(self.names) * b
+
+    def by_name(self, stack_LrN: Tensor, half: int) -> Iterable[Tensor]:
+        """Split a stacked A (`half` is 0) or B (1) into a part for each name."""
+        return stack_LrN if self.num_matrices is None else stack_LrN.split(self.num_matrices[half])
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Stack what `by_name` gave."""
+        return torch.stack(list(parts)) if self.num_matrices is None else torch.cat(list(parts))
 
     @property
     def matrix_shape(self) -> torch.Size:
@@ -103,17 +121,20 @@ class LoraModel:
         """Set every A to what `sample` gives for [r, I], in the base's own order of modules, so that grouping does not
         change the numbers."""
         places = [
-            (position, index, matrix)
+            (position, index, number)
             for index, stack in enumerate(self.stacks)
-            for matrix, position in enumerate(stack.group.positions)
+            for number, position in enumerate(stack.group.positions)
         ]
-        for _, index, matrix in sorted(places, key=itemgetter(0)):
-            a_rI = self.stacks[index].a_LrI.data[matrix]
-            fresh_rI = sample(a_rI.shape)
-            a_rI.copy_(fresh_rI)
-            if self._is_shared:
-                master_S = self.parameters[2 * index].data
-                shards.copy_own(master_S, matrix * fresh_rI.numel(), fresh_rI, self._world)
+        for _, index, number in sorted(places, key=itemgetter(0)):
+            stack = self.stacks[index]
+            count = stack.group.lengths[0] // len(stack.group.names)
+            for matrix in range(number * count, (number + 1) * count):
+                a_rI = stack.a_LrI.data[matrix]
+                fresh_rI = sample(a_rI.shape)
+                a_rI.copy_(fresh_rI)
+                if self._is_shared:
+                    master_S = self.parameters[2 * index].data
+                    shards.copy_own(master_S, matrix * fresh_rI.numel(), fresh_rI, self._world)
 
     @property
     def size_bytes(self) -> int:
@@ -139,7 +160,8 @@ class LoraModel:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the working copy, A [r, I] and B [O, r], by their name in a PEFT file."""
+        """Views of the working copy, A [r, I] and B [O, r], by their name in a PEFT file; those of experts that share
+        factors in one, [1, r, I] and [E, O, r] or [E, r, I] and [1, O, r]."""
         return self.named([(stack.a_LrI.data, stack.b_LrO.data) for stack in self.stacks])
 
     @property
@@ -148,15 +170,17 @@ class LoraModel:
         return self.named([(stack.a_LrI.grad, stack.b_LrO.grad) for stack in self.stacks])
 
     def named(self, halves: Sequence[tuple[Tensor | None, Tensor | None]]) -> dict[str, Tensor]:
-        """Name each matrix's part of (A, B) per stacked adapter as a PEFT file does, in the model's own order."""
+        """Name the parts of (A, B) per stacked adapter as `tensors`, in the model's own order."""
         matrices: list[tuple[int, str, Tensor, Tensor]] = []
         for stack, (a_LrI, b_LrO) in zip(self.stacks, halves, strict=True):
             if a_LrI is not None and b_LrO is not None:
-                matrices += zip(stack.group.positions, stack.group.names, a_LrI, b_LrO, strict=True)
+                group = stack.group
+                halves_of_name = (group.by_name(half, index) for index, half in enumerate((a_LrI, b_LrO)))
+                matrices += zip(group.positions, group.names, *halves_of_name, strict=True)
         parts = {}
-        for _, name, a_rI, b_rO in sorted(matrices, key=lambda matrix: matrix[0]):
-            parts[f"base_model.model.{name}.lora_A.weight"] = a_rI
-            parts[f"base_model.model.{name}.lora_B.weight"] = b_rO.T
+        for _, name, a, b in sorted(matrices, key=lambda matrix: matrix[0]):
+            parts[f"base_model.model.{name}.lora_A.weight"] = a
+            parts[f"base_model.model.{name}.lora_B.weight"] = b.mT
         return parts
 
     @property
@@ -164,7 +188,7 @@ class LoraModel:
         """The target modules of every stacked adapter, named as in the engine."""
         return [
             [
-                (f"base_model.model.{name}", target.num_matrices if isinstance(target, ExpertAdapters) else None)
+                (f"base_model.model.{name}", target.num_experts if isinstance(target, ExpertAdapters) else None)
                 for target, name in zip(stack.group.targets, stack.group.target_names, strict=True)
             ]
             for stack in self.stacks
@@ -172,10 +196,11 @@ class LoraModel:
 
     def stacked(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """Stack what `named` gave, on its own device: the whole tensor of which `parameters[index]` is a shard."""
-        names = [f"base_model.model.{name}" for name in self.stacks[index // 2].group.names]
+        group = self.stacks[index // 2].group
+        names = [f"base_model.model.{name}" for name in group.names]
         if index % 2:
-            return torch.stack([tensors[f"{name}.lora_B.weight"].T for name in names])
-        return torch.stack([tensors[f"{name}.lora_A.weight"] for name in names])
+            return group.join([tensors[f"{name}.lora_B.weight"].mT for name in names])
+        return group.join([tensors[f"{name}.lora_A.weight"] for name in names])
 
     def halves(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Return the whole A [L, r, I] and B [L, r, O] of every stacked adapter, at least as precise as `dtype`: the

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from api_schemas.training import Layout
 from backends.kernels.varlen_attention import LONG
 from backends.protocol import BackendFailed
 from backends.trainer.model.packing import Microbatch
@@ -35,8 +36,8 @@ _CLOSE, _CLOSE_PART = 0.1, 0.02
 Microbatches of different lengths were seen to differ by 0.016 nats, by 0.04 in a mixture of experts; wrong kernels by
 1.2."""
 
-_Key = tuple[int, int, int]
-"""Tokens, summed rank and samples of a graph."""
+_Key = tuple[int, int, int, frozenset[Layout]]
+"""Tokens, summed rank and samples of a graph, and its models' layouts."""
 
 
 class Graphs:
@@ -103,7 +104,7 @@ class Graphs:
             # What is reserved besides has grown too, by a model's first gradient.
             segments = torch.cuda.memory_snapshot(self._pool)
             self.memory_bytes = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
-            log.info("captured a graph of %d tokens, summed rank %d, %d samples", *key)
+            log.info("captured a graph of %d tokens, summed rank %d, %d samples", *key[:3])
             self._check(self._graphs[key], batch, scales_TR)
         return cast(Tensor, _GraphReplay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
 
@@ -120,7 +121,7 @@ class Graphs:
 
     def _key(self, size: tuple[int, int], scales_TR: Tensor) -> _Key:
         num_tokens, num_samples = size
-        return num_tokens, scales_TR.shape[1], num_samples
+        return num_tokens, scales_TR.shape[1], num_samples, self._scorer.weights.layouts
 
     def _size(self, batch: Microbatch) -> tuple[int, int] | None:
         """Return the tokens and samples of the graph that takes this microbatch; None without one."""
@@ -142,7 +143,7 @@ class _Graph:
     """Forward and backward of microbatches of one size, at fixed addresses."""
 
     def __init__(self, scorer: Scorer, like: Microbatch, key: _Key, pool: "torch.cuda._POOL_HANDLE") -> None:
-        num_tokens, width, num_samples = key
+        num_tokens, width, num_samples, _ = key
         device = like.targets_TK.device
         zeros = partial(torch.zeros, device=device)
         inputs = {

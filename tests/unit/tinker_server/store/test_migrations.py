@@ -144,7 +144,7 @@ async def test_the_columns_of_lora_become_one_equal_value(migrated: Database) ->
     runs, checkpoints = RunStore(migrated), CheckpointStore(migrated)
     for number, trainable in enumerate(TRAINABLES):
         found = await runs.get(f"s:train:{number}")
-        assert found.trainable == trainable
+        assert found.trainable == trainable and found.trainable.layout == "own"
         assert (found.owner, found.status, found.snapshot) == ("alice", "suspended", f"checkpoints/{number}")
         assert (found.user_metadata, found.created_at) == ({"n": number}, 3.25)
         saved = await checkpoints.find(TinkerPath(f"s:train:{number}", "weights", "a"))

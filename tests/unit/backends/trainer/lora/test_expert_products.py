@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from backends.families.coverage import check_coverage
 from backends.families.registry import find_family
 from backends.trainer.distributed import World
-from backends.trainer.lora import experts
+from backends.trainer.lora import grouped
 from backends.trainer.rank import TrainerRank
 from tests.models import FAMILIES
 from tests.trainers import LORA, config
@@ -29,13 +29,13 @@ def left_unwritten(left_RS: Tensor, right_SN: Tensor, offs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 5, 2], [0, 0, 0, 0], [1, 2, 3, 4]])
 def test_an_expert_without_tokens_has_no_gradient(counts, monkeypatch):
-    monkeypatch.setattr(experts, "_in_one_kernel", lambda x: True)
+    monkeypatch.setattr(grouped, "_in_one_kernel", lambda x: True)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", left_unwritten)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(sum(counts), width, generator=generator) for width in (3, 5))
     total, before = torch.ones(4, 3, 5), torch.ones(4, 3, 5)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    experts._add_grouped_product(total, left, right, ends)
+    grouped._add_grouped_product(total, left, right, ends)
     for expert, (rows, others) in enumerate(zip(left.split(counts), right.split(counts), strict=True)):
         torch.testing.assert_close(total[expert], before[expert] + rows.T @ others)
 

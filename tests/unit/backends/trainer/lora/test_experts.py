@@ -24,7 +24,10 @@ CONFIGS = [
     Trainable(rank=3, seed=2, train_attn=False, train_unembed=False),
     Trainable(rank=1, seed=3, train_mlp=False),
 ]
+SERVICE = [config.model_copy(update={"layout": "service"}) for config in CONFIGS]
+MIXES = {"own": CONFIGS, "service": SERVICE, "both": [CONFIGS[0], SERVICE[1], SERVICE[0]]}
 LENGTHS = [9, 5, 7]
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 MODULES = Text("Qwen3MoeForCausalLM")
 
 
@@ -57,25 +60,28 @@ def merged(model, adapter):
         if not name.endswith(".lora_A.weight"):
             continue
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        # [O, I], or of all experts [E, O, I]: a shared factor is the same for each.
         delta = ALPHA / adapter.config.rank * halves[name.replace("_A", "_B")] @ halves[name]
         experts, is_expert, rest = module.partition(".experts.")
         if not is_expert:
             changed[f"{module}.weight"] = weights[f"{module}.weight"] + delta
             continue
-        number, projection = rest.split(".")
+        number, _, projection = rest.rpartition(".")
+        projection = PROJECTIONS.get(projection, projection)
         stack_name = f"{experts}.experts.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
         stack = changed[stack_name] if stack_name in changed else weights[stack_name]
         rows = {"down_proj": slice(None), "gate_proj": slice(0, 96), "up_proj": slice(96, 192)}[projection]
-        whole = torch.zeros_like(stack[0])
-        whole[rows] = delta
-        changed[stack_name] = stack + torch.zeros_like(stack).index_add(0, torch.tensor([int(number)]), whole[None])
+        whole = torch.zeros_like(stack)
+        whole[slice(None) if number == "" else int(number), rows] = delta
+        changed[stack_name] = stack + whole
     return weights | changed, halves
 
 
-def test_models_of_one_microbatch_get_what_each_gets_alone_from_merged_weights(model) -> None:
+@pytest.mark.parametrize("mix", MIXES)
+def test_models_of_one_microbatch_get_what_each_gets_alone_from_merged_weights(model, mix) -> None:
     before = copy.deepcopy(model)
     adapters = Adapters(model, MODULES.lora_modules(model), max_rank=8)
-    models = [made(adapters, config, number) for number, config in enumerate(CONFIGS)]
+    models = [made(adapters, config, number) for number, config in enumerate(MIXES[mix])]
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(10, 300, (length,), generator=generator) for length in LENGTHS]
     scales = adapters.load(models)
@@ -93,6 +99,51 @@ def test_models_of_one_microbatch_get_what_each_gets_alone_from_merged_weights(m
         for name, gradient in adapter.gradients.items():
             wanted = halves[name].grad
             torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_after_a_mix_of_layouts_each_computes_as_before(model) -> None:
+    """The buffers of the other layout are left out, not what a microbatch before has left in them."""
+    adapters = Adapters(model, MODULES.lora_modules(model), max_rank=8)
+    own, service = (made(adapters, config, 0) for config in (CONFIGS[0], SERVICE[0]))
+
+    def logits(models):
+        scales = adapters.load(models)
+        adapters.use(scales[torch.zeros(9, dtype=torch.int64)])
+        return model(input_ids=torch.arange(10, 19)[None], use_cache=False).logits.detach()
+
+    alone = [logits([own]), logits([service])]
+    assert not torch.equal(*alone)
+    for models in ([own, service], [service, own]):
+        torch.testing.assert_close(logits(models), alone[0 if models[0] is own else 1], rtol=1e-12, atol=1e-12)
+    assert torch.equal(logits([own]), alone[0]) and torch.equal(logits([service]), alone[1])
+
+
+def test_experts_that_share_factors_have_them_once_in_a_layer(model) -> None:
+    adapters = Adapters(model, MODULES.lora_modules(model), max_rank=8)
+    config = Trainable(rank=2, seed=1, train_attn=False, train_unembed=False, layout="service")
+    tensors = adapters.create(config).tensors
+    shapes = {name.split(".experts.")[1]: tensor.shape for name, tensor in tensors.items() if ".experts." in name}
+    into = {"lora_A.weight": (1, 2, 64), "lora_B.weight": (8, 96, 2)}
+    down = {"lora_A.weight": (8, 2, 96), "lora_B.weight": (1, 64, 2)}
+    expected = {"w1": into, "w2": down, "w3": into}
+    assert shapes == {f"{matrix}.{half}": shape for matrix, of in expected.items() for half, shape in of.items()}
+    same, other = (adapters.create(config.model_copy(update={"seed": seed})).tensors for seed in (1, 2))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, same[name]) and (torch.equal(tensor, other[name]) == name.endswith("B.weight"))
+        if name.endswith("lora_A.weight"):
+            bound = tensor.shape[-1] ** -0.5
+            assert 0.9 * bound < tensor.abs().max() < bound
+        else:
+            assert not tensor.any()
+    own_a = tensors["base_model.model.model.layers.1.mlp.experts.w2.lora_A.weight"]
+    assert not torch.equal(own_a[0], own_a[1])
+
+
+def test_layouts_of_a_dense_model_are_the_same_to_the_bit(tiny_text) -> None:
+    dense = AutoModelForCausalLM.from_pretrained(tiny_text)
+    adapters = Adapters(dense, Text("Qwen3ForCausalLM").lora_modules(dense), max_rank=8)
+    own, service = (adapters.create(configs[0]).tensors for configs in (CONFIGS, SERVICE))
+    assert own.keys() == service.keys() and all(torch.equal(own[name], service[name]) for name in own)
 
 
 @pytest.mark.parametrize("file_bytes", [1, 1 << 24])

@@ -10,7 +10,7 @@ from backends.trainer.distributed import World
 from backends.trainer.lora.adapters import Adapters
 from backends.trainer.model.compiling import compile_layers, merge_linears, warm_up
 from tests.factories import make_renderer
-from tests.models import make_tiny_nemotron_h, make_tiny_qwen3_next
+from tests.models import make_tiny_moe, make_tiny_nemotron_h, make_tiny_qwen3_next
 from tests.trainers import trainer
 
 
@@ -77,3 +77,28 @@ def test_linears_of_the_same_input_become_one_and_give_what_they_gave_before(tin
     assert counts and set(counts) == {4}
     assert all(one.abs().max() > 0 for one in apart)
     torch.testing.assert_close(merged, apart, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("layouts", [["service"], ["service", "own"]], ids="+".join)
+def test_layers_with_experts_are_compiled_whole_and_give_what_they_gave_before(layouts, tmp_path):
+    source = make_tiny_moe(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, experts_implementation="eager")
+    model.requires_grad_(False).eval()
+    adapters = Adapters(model, decoder_modules(model, experts=True), max_rank=8)
+    made = [adapters.create(Trainable(rank=4, seed=1, layout=layout)) for layout in layouts]
+    for adapter in made:
+        for stack in adapter.stacks:
+            stack.b_LrO.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+
+    def logits_and_gradients():
+        adapters.use(adapters.load(made)[torch.arange(len(made)).repeat_interleave(9)])
+        logits = model(input_ids=torch.arange(10, 10 + 9 * len(made))[None], use_cache=False).logits[0]
+        logits.log_softmax(-1)[:, 7].sum().backward()
+        gradients = [gradient.clone() for gradient in adapters.accumulated]
+        return [logits.detach(), *gradients]
+
+    before = logits_and_gradients()
+    for layer in model.get_decoder().layers:
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(logits_and_gradients(), before, rtol=1e-10, atol=1e-12)
+    assert all(one.abs().max() > 0 for one in before if one.numel())
