@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar, cast
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.base import MAX_TEXT, UNSTORABLE, too_long, unstorable
@@ -53,6 +54,8 @@ _KEY = 1
 _ENVELOPE = (1, 2, 6)
 """Field numbers of model_id, seq_id and forward_only."""
 _DATA = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
+_REQUEST_FIELDS = frozenset(pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_number)
+_DATUM_FIELDS = frozenset(pb.Datum.DESCRIPTOR.fields_by_number)
 _LENGTH_DELIMITED = 2
 """Wire type of texts, lists and messages."""
 _LONG_CALL_BYTES = 1 << 20
@@ -128,7 +131,8 @@ def _parse(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def _require_bounds(message: pb.ForwardBackwardRequest) -> None:
-    """Bound the cells of sparse tensors together, and each text. Raises MalformedBody."""
+    """Bound the cells of sparse tensors together, and each text, and refuse fields of chunks and tensors that are not
+    known. Raises MalformedBody."""
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
     sparse = (tensor.shape for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr")
     try:
@@ -141,9 +145,26 @@ def _require_bounds(message: pb.ForwardBackwardRequest) -> None:
         if len(text) > MAX_TEXT or UNSTORABLE.search(text) is not None:
             raise MalformedBody(f"{name}: {too_long(text) or unstorable(text)}")
     for index, datum in enumerate(message.data):
-        for name in datum.loss_fn_inputs:
+        for chunk in datum.model_input:
+            kind = chunk.WhichOneof("chunk")
+            if UnknownFieldSet(chunk) or (kind is not None and UnknownFieldSet(getattr(chunk, kind))):
+                raise MalformedBody(f"datum {index}: model_input: {_unknown(chunk)}")
+        for name, tensor in datum.loss_fn_inputs.items():
             if len(name) > MAX_TEXT:
                 raise MalformedBody(f"datum {index}: a name in loss_fn_inputs {too_long(name)}")
+            if UnknownFieldSet(tensor):
+                raise MalformedBody(f"datum {index}: {name}: {_unknown(tensor)}")
+
+
+def _unknown(message: Message) -> str:
+    """Name a field of a chunk or tensor that is not known. Protobuf ignores it, and it may change the numbers."""
+    kind = message.WhichOneof("chunk") if isinstance(message, pb.Chunk) else None
+    parts = [message] if kind is None else [message, getattr(message, kind)]
+    return next(_not_known(field.field_number, part) for part in parts for field in UnknownFieldSet(part))
+
+
+def _not_known(number: int, message: Message | type[Message]) -> str:
+    return f"field {number} of {message.DESCRIPTOR.name} is not known here"
 
 
 def _input(message: pb.ForwardBackwardRequest) -> ForwardBackwardInput:
@@ -251,11 +272,15 @@ def _require_few_parts(body: bytes) -> None:
     num_parts = 0
     for field in _fields(body):
         num_parts += 1
+        if field.number not in _REQUEST_FIELDS:
+            raise MalformedBody(_not_known(field.number, pb.ForwardBackwardRequest))
         if field.number == _DATA and field.content is not None:
             for part in _fields(field.content):
                 num_parts += 1
                 if num_parts > MAX_PARTS:
                     break
+                if part.number not in _DATUM_FIELDS:
+                    raise MalformedBody(f"data: {_not_known(part.number, pb.Datum)}")
                 if part.number == pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER and part.content is not None:
                     _require_short_name(part.content)
         elif field.content is not None and len(field.content) > _TEXT_BYTES:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -28,6 +30,16 @@ class Started:
         for name, content in files.items():
             put = httpx.put(str(self.links[name]["url"]), content=content, timeout=20)
             assert put.status_code == 200 and put.json() == {"size_bytes": len(content)}, put.text
+        return self
+
+    def upload(self, folder: Path) -> "Started":
+        """Stream each file in a PUT with its link's headers and no length, as `UploadURL.upload` does from 0.40."""
+        for name, link in self.links.items():
+            headers: Any = link["headers"]
+            with (folder / name).open("rb") as file:
+                put = httpx.put(str(link["url"]), content=iter(lambda: file.read(64), b""), headers=headers, timeout=20)
+            assert "content-length" not in put.request.headers and put.request.headers["transfer-encoding"] == "chunked"
+            assert put.json() == {"size_bytes": (folder / name).stat().st_size}, put.text
         return self
 
     def finish(self) -> httpx.Response:

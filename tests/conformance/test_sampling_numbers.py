@@ -18,7 +18,7 @@ from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Trained
 from tests.factories import MIXED, as_text, datum, image, present, prompt, words
 from tests.reference import Reference
-from tests.servers import MODEL, sdk_input
+from tests.servers import MODEL, sdk_datum, sdk_input
 from tests.training import batch, logprobs_of, step
 
 TEXT = MIXED["text"]
@@ -29,6 +29,32 @@ def sampler(trained: Trained, reference: Reference) -> tinker.SamplingClient:
     """Samples what `reference` is."""
     reference.take(trained.adapter())
     return trained.client.save_weights_and_get_sampling_client().result()
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
+@pytest.mark.parametrize("load", ["load_state", "load_state_with_optimizer"])
+def test_062_a_state_that_is_loaded_amid_training_is_loaded_whole(
+    trained: Trained, service: tinker.ServiceClient, renderer: Renderer, load: str
+) -> None:
+    """After steps, with a gradient that waits and while weights are sampled: the model goes on as a new model from the
+    state does, and samplers keep the weights that they have."""
+    data = batch(renderer)
+    path = trained.client.save_state("before").result().path
+    step(trained.client, batch(renderer, 1))
+    sampler = trained.client.save_weights_and_get_sampling_client().result()
+    scores = sampler.compute_logprobs(sdk_input(TEXT)).result()
+    trained.client.forward_backward([sdk_datum(item) for item in batch(renderer, 2)], "cross_entropy").result()
+    assert getattr(trained.client, load)(path).result().path == path
+    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+        trained.client.optim_step(types.AdamParams()).result()
+    create = "create_training_client_from_state" + load.removeprefix("load_state")
+    fresh = getattr(service, create)(path).result()
+    for _ in range(2):
+        for got, wanted in zip(*(logprobs_of(client, data) for client in (trained.client, fresh)), strict=True):
+            np.testing.assert_allclose(got, wanted, atol=1e-5)
+        for client in (trained.client, fresh):
+            step(client, data)
+    assert sampler.compute_logprobs(sdk_input(TEXT)).result() == pytest.approx(scores, abs=1e-5)
 
 
 def ask(

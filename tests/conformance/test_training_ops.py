@@ -116,16 +116,26 @@ def test_055_an_unknown_model_is_404(fake: Running) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("after", ["nothing", "a step", "a forward pass", "a gradient", "a failure", "a sampler"])
 def test_062_a_state_can_be_loaded_into_a_model_at_any_time(
-    client: tinker.ServiceClient, training: tinker.TrainingClient, first: bool
+    client: tinker.ServiceClient, training: tinker.TrainingClient, after: str
 ) -> None:
     for _ in range(2):
         training.optim_step(ADAM).result()
     path = training.save_state("a").result().path
     for load, step in (("load_state", 1), ("load_state_with_optimizer", 3)):
         model = client.create_lora_training_client("tiny", rank=8).result()
-        if not first:
-            model.optim_step(ADAM).result()
+        match after:
+            case "a step":
+                model.optim_step(ADAM).result()
+            case "a forward pass":
+                model.forward([datum(3)], "cross_entropy").result()
+            case "a gradient":
+                model.forward_backward([datum(3)], "cross_entropy").result()
+            case "a failure":
+                with pytest.raises(tinker.RequestFailedError):
+                    model.forward_backward([datum(3)], "wrong").result()  # type: ignore[arg-type]
+            case "a sampler":
+                model.save_weights_and_get_sampling_client().result()
         assert getattr(model, load)(path).result().path == path
         assert present(model.optim_step(ADAM).result().metrics)["step"] == step

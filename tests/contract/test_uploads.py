@@ -86,6 +86,37 @@ def test_an_upload_becomes_weights_that_are_listed_sampled_and_trained_on(server
     assert run_id not in server.backend.tiny.trainer.steps, "the model that read it stayed in memory"
 
 
+def test_files_that_are_streamed_without_their_length_become_weights(server: Running, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name, content in CONTENT.items():
+        (folder / name).write_bytes(content)
+    begun = Started.of(server.http, "tiny").upload(folder)
+    kept = server.settings.data_dir / "uploads" / begun.upload_id
+    assert {name: (kept / name).read_bytes() for name in FILES} == CONTENT
+    assert begun.finish().json()["tinker_path"].endswith("/external_weights/uploaded")
+
+
+@pytest.mark.parametrize("framing", ["transfer-encoding: chunked", "content-length: 1000"])
+def test_a_file_that_breaks_off_leaves_what_was_there(server: Running, framing: str) -> None:
+    begun = started(server)
+    url = begun["urls"][FILES[1]]["url"]
+    link, folder = httpx.URL(url), server.settings.data_dir / "uploads" / begun["upload_id"]
+
+    def break_off() -> None:
+        with socket.create_connection((link.host, link.port)) as broken:
+            head = f"PUT {link.raw_path.decode()} HTTP/1.1\r\nhost: {link.host}\r\n{framing}\r\n\r\n"
+            broken.sendall(head.encode() + b"64\r\n" + b"a" * 100 + b"\r\n40\r\nabc")
+            wait_until(lambda: any(path.name.startswith(".") for path in folder.iterdir()))
+        wait_until(lambda: not any(path.name.startswith(".") for path in folder.iterdir()))
+
+    break_off()
+    assert [path.name for path in folder.iterdir()] == ["upload.json"]
+    put(url, CONTENT[FILES[1]])
+    break_off()
+    assert (folder / FILES[1]).read_bytes() == CONTENT[FILES[1]]
+
+
 def test_sdks_before_0_40_get_links_as_texts(server: Running) -> None:
     links = started(server, **{"x-stainless-package-version": "0.39.0"})["urls"]
     assert set(links) == set(FILES) and all(isinstance(link, str) for link in links.values())
