@@ -80,6 +80,9 @@ NOTES = """
 - **These are plans, not measurements.** `make hardware` writes this page from the memory plan, and a test compares the
   page with the plan. The sizes of weights, adapters, slots and cache are exact. All other sizes are estimated from one
   H200. [Performance](performance.md) lists measurements.
+- **Images, measured** on one H200 on 2026-11-28, four images of 640 x 480 pixels in one call: 139 MiB in the frozen
+  tower of Qwen3-VL-4B and 3,192 in the trained one; 145 and 3,895 in those of Qwen3-VL-30B-A3B (`pytest
+  tests/gpu/test_memory.py -s -k vision_tower`). The towers of Qwen3.5 have not been measured.
 - **Your own model:** `tinker-server doctor --model NAME=DIRECTORY --gpu CARD:COUNT` makes the same plan from the
   model's files, and prints every part on every card. It needs no GPU. CARD is one of the names in the table.
 - **If a model does not fit:** use a shorter context, a smaller rank, or more cards. The refusal names the nearest

@@ -1,4 +1,4 @@
-"""Bytes that the plan counts for a vision tower are those that it takes, to 5 %."""
+"""Bytes that the plan counts for a vision tower are those that it takes, to 10 %, and not fewer."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -97,7 +97,8 @@ def images(kind: str, count: int) -> list[RenderedImage]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_frozen_towers_call_takes_what_is_planned(kind: str, tmp_path: Path) -> None:
-    """In float32: in 16 bits on the CPU, not on a GPU, transformers rotates queries and keys in copies in float32."""
+    """In float32: in 16 bits on the CPU, not on a GPU, transformers rotates queries and keys in copies in float32. A GPU
+    takes up to a stream more, which the plan counts."""
     family, model, token = wide_model(kind, tmp_path, torch.float32)
     tower = present(family.vision).tower(model.base_model, torch.float32)
     given = images(kind, 4)
@@ -107,7 +108,7 @@ def test_a_frozen_towers_call_takes_what_is_planned(kind: str, tmp_path: Path) -
     num_tokens = sum(one[0].flatten(0, -2).shape[0] for one in features)
     assert sum(part.nbytes for one in features for part in one) == num_tokens * token.features
     assert sum(one.size_bytes for one in given) == pytest.approx(num_tokens * token.pixels, rel=0.01)
-    assert live.peak_bytes == pytest.approx(num_tokens * token.forward, rel=0.05)
+    assert 0.9 < live.peak_bytes / (num_tokens * token.forward) < 1.05
 
 
 @pytest.mark.parametrize("kind", QWEN)
