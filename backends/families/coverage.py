@@ -136,8 +136,8 @@ def image_token(config: PretrainedConfig, number_bytes: int) -> ImageToken | Non
     width, inner = vision.hidden_size, vision.intermediate_size
     depth = getattr(vision, "depth", None) or vision.num_hidden_layers
     is_gated = vision.hidden_act == "silu"
-    # In the MLP: its input, twice, its norm, the stream, and the call's rotary tables and positions, which take less than
-    # a stream (0.6 and 0.9 measured of Qwen3-VL's towers on an H200); the unscaled output where a layer scales it.
+    # In the MLP: its input, twice, its norm, the stream, and what else the call holds, at most a stream (0.6 and 0.9
+    # measured of Qwen3-VL's towers on an H200); the unscaled output where a layer scales it.
     streams = (3 if is_gated else 5) + (getattr(vision, "layer_scale_init_value", None) is not None)
     widest = streams * width + (3 if is_gated else 2) * inner
     # A layer saves inputs of norms and linears, queries, keys and values before and after rotation, and its output.

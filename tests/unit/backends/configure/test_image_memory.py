@@ -97,8 +97,9 @@ def images(kind: str, count: int) -> list[RenderedImage]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_frozen_towers_call_takes_what_is_planned(kind: str, tmp_path: Path) -> None:
-    """In float32: in 16 bits on the CPU, not on a GPU, transformers rotates queries and keys in copies in float32. A GPU
-    takes up to a stream more, which the plan counts."""
+    """In float32: in 16 bits on the CPU, not on a GPU, transformers rotates queries and keys in copies in float32.
+
+    A GPU takes up to a stream more, which the plan counts."""
     family, model, token = wide_model(kind, tmp_path, torch.float32)
     tower = present(family.vision).tower(model.base_model, torch.float32)
     given = images(kind, 4)
