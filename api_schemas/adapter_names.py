@@ -8,7 +8,9 @@
     base_model.model.model.unembed_tokens.lora_B.weight                [out, rank], the head
 
 whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and vLLM need the
-model's own names, and each expert's matrices apart. The tools have no names for a vision tower.
+model's own names, and each expert's matrices apart. The tools have no names for a vision tower. A factor that all
+experts of a layer share is there once, [1, rank, in] or [1, out, rank]. Saved weights of models with such factors have
+the same stacks, under the model's own names.
 """
 
 import re
@@ -21,6 +23,9 @@ _EXPERT = re.compile(
     r"(?P<layer>.+)\.(?P<parent>mlp|block_sparse_moe|mixer)\.experts\.(?P<number>\d+)"
     r"\.(?P<matrix>(?:gate|up|down)_proj|w[123])(?P<after>\..+)"
 )
+_STACK = re.compile(r".+\.experts\.(?P<matrix>w[123])\.lora_(?P<half>[AB])\.weight")
+EXPERT_MATRICES = "expert_matrices"
+"""In the header of a file with stacks: PEFT's names of an expert's matrices by the names of the stacks, as JSON."""
 _OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _OF_UNGATED_EXPERTS = {"up_proj": "w1", "down_proj": "w2"}
 
@@ -37,13 +42,29 @@ def tinker_name(peft_name: str) -> tuple[str, int | None]:
     """
     if layer := _LAYER.fullmatch(peft_name):
         name = f"base_model.model.model.layers.{layer['rest']}"
-        if expert := _EXPERT.fullmatch(name):
-            is_gated = expert["parent"] != "mixer"
-            matrices, parent = (_OF_EXPERTS, "mlp") if is_gated else (_OF_UNGATED_EXPERTS, "mixer")
-            matrix = matrices.get(expert["matrix"], expert["matrix"])
-            stack = f"{expert['layer']}.{parent}.experts.{matrix}{expert['after']}"
-            return stack, int(expert["number"])
-        return name, None
+        name = name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
+        return expert_stack(name) or (name, None)
     if head := _HEAD.fullmatch(peft_name):
         return f"base_model.model.model.unembed_tokens.{head['half']}.weight", None
     raise ValueError(f"{peft_name!r} is not a tensor of an adapter")
+
+
+def expert_stack(peft_name: str) -> tuple[str, int] | None:
+    """Return the name of the stack that has an expert's tensor, under the model's own names, and the expert's number;
+    None for other tensors."""
+    if (expert := _EXPERT.fullmatch(peft_name)) is None:
+        return None
+    matrices = _OF_UNGATED_EXPERTS if expert["parent"] == "mixer" else _OF_EXPERTS
+    matrix = matrices.get(expert["matrix"], expert["matrix"])
+    return f"{expert['layer']}.{expert['parent']}.experts.{matrix}{expert['after']}", int(expert["number"])
+
+
+def is_stack(name: str) -> bool:
+    """Return whether a tensor is one matrix of all experts of a layer."""
+    return _STACK.fullmatch(name) is not None
+
+
+def is_on_hidden_side(stack: str) -> bool:
+    """Return whether a stack's matrices are next to the hidden state: A of gate and up, and B of down."""
+    found = _STACK.fullmatch(stack)
+    return found is not None and (found["matrix"] == "w2") == (found["half"] == "B")

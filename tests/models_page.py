@@ -100,7 +100,9 @@ NOTES = """
   On CUDA in bfloat16, the delta rule (Qwen3.5, Qwen3-Next) has flash-linear-attention's kernels, and these layers are
   compiled and part of CUDA graphs. Elsewhere they compute transformers' equations in torch, and so does Mamba2.
 - **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts; of Nemotron
-  `mixer.experts.w1`, which is up, and `w2`. For PEFT and vLLM they have the names of the model's own files, expert by
+  `mixer.experts.w1`, which is up, and `w2`. Uploads may have a factor that all experts of a layer share once, as the
+  hosted service's files (`[1, rank, hidden]` of A of gate and up, `[1, hidden, rank]` of B of down): they are trained,
+  saved and exported so. For PEFT and vLLM they have the names of the model's own files, expert by
   expert. The cookbook's tools can build and merge them, except for Mixtral, whose files have other names
   (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads the exports of Qwen3 MoE and Mixtral. For other kinds with experts,
   and for models that also have layers without experts, it omits a part without an error: merge these exports.

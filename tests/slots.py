@@ -11,7 +11,7 @@ import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from api_schemas.inputs import Datum
-from api_schemas.training import Trainable
+from api_schemas.training import Layout, Trainable
 from backends.inputs.rendering import Renderer
 from backends.sampler.engine import engine_args
 from backends.trainer.distributed import World
@@ -51,12 +51,16 @@ def trained_scores(rank: TrainerRank, model_id: str, token_ids: list[int]) -> np
     return scores[:-1]
 
 
+LAYOUTS: tuple[Layout, Layout] = ("own", "service")
+
+
 def seeing_trainer(source: Path, *change_sizes: float) -> TrainerRank:
-    """In bfloat16, of models `m0`, `m1` and so on that train the tower, each tensor off its start by so much."""
+    """In bfloat16, of models `m0`, `m1` and so on that train the tower, each tensor off its start by so much. Every
+    second shares factors of experts."""
     settings = replace(config(source), dtype="bfloat16", trains_vision=True)
     rank = TrainerRank(settings, World(0, 1, torch.device("cpu")))
     for number, size in enumerate(change_sizes):
-        rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))
+        rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True, layout=LAYOUTS[number % 2]))
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for half in lora_model(rank, f"m{number}").tensors.values():

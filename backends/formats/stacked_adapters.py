@@ -1,9 +1,10 @@
 """Files of layer-stacked adapters, for the engine beside the trainer: two tensors per kind of linear, not per linear.
 
 36 layers become 14 tensors instead of 504. Writing is then bandwidth-bound; 504 single tensors take 1.5x as long, and
-the engine 10 ms more to find them in the file. In a mixture's layer, whose experts have adapters of their own, all
-experts are one target module. A large adapter is several files, written in parallel: the time goes into the system's
-allocation of memory. All other loaders need PEFT's form, and get it.
+the engine 10 ms more to find them in the file. In a mixture's layer all experts are one target module; a factor that
+they share is in files once, and is repeated for each when it is read. A large adapter is several files, written in
+parallel: the time goes into the system's allocation of memory. All other files have PEFT's names, and stacks of experts
+that share a factor.
 
 L matrices of a stacked tensor, r rank, I inputs, O outputs
 """
@@ -18,6 +19,7 @@ from typing import Protocol
 from safetensors import safe_open
 from torch import Tensor
 
+from api_schemas.adapter_names import is_stack
 from backends.protocol import ADAPTER_FILE
 
 _KEY, _NUM_FILES = "stacks", "stack_files"
@@ -88,7 +90,7 @@ def open_adapter(path: str, framework: str) -> Iterator[AdapterFile]:
     with ExitStack() as opened:
         first = opened.enter_context(safe_open(path, framework=framework))
         if _KEY not in (first.metadata() or {}):
-            yield first
+            yield _PlainAdapter(first)
             return
         others = [Path(path).with_name(name) for name in other_files(first.metadata())]
         yield _StackedAdapter(
@@ -96,11 +98,30 @@ def open_adapter(path: str, framework: str) -> Iterator[AdapterFile]:
         )
 
 
+class _PlainAdapter:
+    """A file with each tensor under its own name."""
+
+    def __init__(self, file: _File) -> None:
+        self._file = file
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors."""
+        return self._file.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a tensor; one that experts share for each of them."""
+        tensor = self._file.get_tensor(name)
+        if not is_stack(name) or len(tensor) != 1:
+            return tensor
+        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+        return _repeat(tensor, len(self._file.get_tensor(other)))
+
+
 class _StackedAdapter:
     """Each tensor under its own name, from opened files."""
 
     def __init__(self, files: Sequence[_File]) -> None:
-        self._views: Mapping[str, Tensor] = {
+        self._views: Mapping[str, tuple[Tensor, int | None]] = {
             f"{name}.lora_{half}.weight": view
             for file in files
             for number, targets in enumerate(json.loads(file.metadata()[_KEY]))
@@ -114,17 +135,20 @@ class _StackedAdapter:
 
     def get_tensor(self, name: str) -> Tensor:
         """Return A [r, I] or B [O, r]; for experts [E, r, I] or [E, O, r]."""
-        return self._views[name]
+        view, num_experts = self._views[name]
+        return view if num_experts is None else _repeat(view, num_experts)
 
 
-def _views(targets: TargetModules, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-    begin = 0
-    for name, num_experts in targets:
-        if num_experts is None:
-            yield name, stack[begin]
-        else:
-            yield name, stack[begin : begin + num_experts]
-        begin += num_experts or 1
+def _repeat(experts: Tensor, num_experts: int) -> Tensor:
+    """Return a matrix for each expert, if all share one."""
+    return experts if len(experts) == num_experts else experts.repeat(num_experts, 1, 1)
+
+
+def _views(targets: TargetModules, stack: Tensor) -> Iterator[tuple[str, tuple[Tensor, int | None]]]:
+    """Yield each target module's matrices, and the number of its experts."""
+    of_each = stack.split(len(stack) // len(targets))
+    for (name, num_experts), matrices in zip(targets, of_each, strict=True):
+        yield name, (matrices[0] if num_experts is None else matrices, num_experts)
 
 
 def _others(num_files: int) -> list[str]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 from safetensors import safe_open
@@ -30,7 +31,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
 _LAYER = re.compile(r"(model\.)?layers\.\d+\.")
 """Begins the name of a decoder layer in a model that is nothing but a decoder."""
-_EXPERT = re.compile(r"\bexperts\.\d+\.")
+_EXPERT = re.compile(r"\bexperts\.(\d+\.|w[123]$)")
 
 
 def write_directory(directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
@@ -83,11 +84,11 @@ def write_adapter(
     tensors: Mapping[str, Tensor],
     config: Trainable,
     base_model: str,
-    load_check: LoadCheck | None = None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write the two files that PEFT and vLLM load."""
+    """Write the two files that PEFT and vLLM load; `metadata` is for the header of the tensors."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_host, directory / ADAPTER_FILE, None if load_check is None else load_check.to_metadata())
+    save_file(on_host, directory / ADAPTER_FILE, dict(metadata) or None)
     _write_config(directory, (name.rpartition(".lora_")[0] for name in tensors), config, base_model)
 
 

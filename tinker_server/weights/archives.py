@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from backends.files import written_aside
 from backends.processes.fair_threads import FairThreads
-from backends.protocol import ADAPTER_CONFIG_FILE
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
 from tinker_server.weights import export
@@ -64,8 +64,10 @@ def _pack(directory: Path, archive: Path) -> None:
         if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / export.PEFT).exists():
             with tempfile.TemporaryDirectory(dir=archive.parent) as exported:
                 export.write_tinker_form(directory, Path(exported))
+                is_expanded = export.write_expanded(directory, Path(exported) / export.PEFT)
                 tar.add(exported, "")
-            tar.add(directory, export.PEFT)
+            expanded = (ADAPTER_FILE, ADAPTER_CONFIG_FILE) if is_expanded else ()
+            tar.add(directory, export.PEFT, filter=lambda file: None if Path(file.name).name in expanded else file)
         else:
             tar.add(directory, "")
     if not directory.exists():

@@ -1,7 +1,8 @@
 """Export of adapters under the names of Tinker's tools, with PEFT's form in a subdirectory.
 
-The trainer writes PEFT's names. Tensors are renamed in the file's header and copied as bytes, those of experts one
-after the other. This file knows no tensor library.
+The trainer writes PEFT's names, and of a layer's experts that share a factor stacks as the tools have them
+(`api_schemas/adapter_names.py`). Tensors are renamed in the file's header and copied as bytes, those of experts one
+after the other. PEFT's form has a shared factor for each expert. This file knows no tensor library.
 
 The tools have no names for a vision tower and would leave it out silently. So an adapter with one is exported in PEFT's
 form alone, and the tools find no files. PEFT in turn would silently load only those tensors of the tools' form whose
@@ -10,11 +11,21 @@ names it knows. So that form's config has a `peft_type` that PEFT refuses; the t
 
 import json
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
-from api_schemas.adapter_names import NOT_FOR_PEFT, is_of_a_layer, tinker_name
+from api_schemas.adapter_names import (
+    EXPERT_MATRICES,
+    NOT_FOR_PEFT,
+    is_of_a_layer,
+    is_on_hidden_side,
+    is_stack,
+    tinker_name,
+)
+from api_schemas.training import Layout
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PEFT = "peft"
@@ -50,6 +61,44 @@ def write_tinker_form(peft: Path, directory: Path) -> None:
     (directory / README_FILE).write_text(_BOTH_FORMS + _PEFT_ALONE)
 
 
+def write_both_forms(directory: Path) -> None:
+    """Write the tinker form into `directory` beside what the trainer has saved in `peft/`, which becomes PEFT's."""
+    write_tinker_form(directory / PEFT, directory)
+    expanded = directory / f"{PEFT}-expanded"
+    if write_expanded(directory / PEFT, expanded):
+        for file in expanded.iterdir():
+            file.replace(directory / PEFT / file.name)
+        expanded.rmdir()
+
+
+def write_expanded(source: Path, directory: Path) -> bool:
+    """Write PEFT's two files of the adapter in `source` into a new directory, if its experts are in stacks; return
+    whether they are."""
+    with (source / ADAPTER_FILE).open("rb") as read:
+        _, metadata, _ = _header(read)
+    texts = metadata if isinstance(metadata, dict) else {}
+    if EXPERT_MATRICES not in texts:
+        return False
+    matrices = json.loads(texts[EXPERT_MATRICES])
+    directory.mkdir()
+    _rearrange(source / ADAPTER_FILE, directory / ADAPTER_FILE, partial(_expand, matrices))
+    config = json.loads((source / ADAPTER_CONFIG_FILE).read_text())
+    config["target_modules"] = sorted({matrices.get(module, module) for module in config["target_modules"]})
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=1))
+    return True
+
+
+def layout_of(source: Path) -> Layout:
+    """Return the layout of the adapter in a file: `service` if it has stacks of experts with one matrix each on the
+    hidden side, and several on the other."""
+    with source.open("rb") as read:
+        header, _, _ = _header(read)
+    shapes = {name: place.get("shape") for name, place in header.items() if is_stack(name)}
+    stacks = {name: shape for name, shape in shapes.items() if isinstance(shape, list) and shape and 0 not in shape}
+    shares = all((shape[0] == 1) == is_on_hidden_side(name) for name, shape in stacks.items())
+    return "service" if stacks and shares else "own"
+
+
 def has_tower(source: Path) -> bool:
     """Return whether the file's adapter covers more than the layers of a decoder and a head."""
     with source.open("rb") as read:
@@ -78,10 +127,17 @@ def _header(read: BinaryIO) -> tuple[dict[str, _Place], object, int]:
 
 def rename_tensors(source: Path, target: Path) -> list[str]:
     """Copy a safetensors file with its tensors under their tinker names; return the names."""
+    return _rearrange(source, target, _collected)
+
+
+def _rearrange(source: Path, target: Path, arrange: Callable[[dict[str, _Place]], "dict[str, _Exported]"]) -> list[str]:
+    """Copy a safetensors file with the tensors that `arrange` makes of its header; return their names."""
     with source.open("rb") as read, target.open("wb") as write:
         header, metadata, header_bytes = _header(read)
-        exported = _collected(header)
+        exported = arrange(header)
         places: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+        if isinstance(metadata, dict):
+            metadata.pop(EXPERT_MATRICES, None)  # for this file's own names alone
         end = 0
         for name, tensor in exported.items():
             begin, end = end, end + tensor.num_bytes
@@ -139,4 +195,22 @@ def _collected(header: dict[str, _Place]) -> dict[str, _Exported]:
     for name, tensor in exported.items():
         if None not in tensor.parts and set(tensor.parts) != set(range(len(tensor.parts))):
             raise ValueError(f"{name}: an expert of the layer has no tensor")
+    return exported
+
+
+def _expand(matrices: Mapping[str, str], header: dict[str, _Place]) -> dict[str, _Exported]:
+    """Return a file's tensors with those of each expert apart, whose matrices have these names."""
+    exported: dict[str, _Exported] = {}
+    for name, place in header.items():
+        dtype, shape, (begin, end) = place["dtype"], place["shape"], place["data_offsets"]
+        if not is_stack(name):
+            exported[name] = _Exported(dtype, shape, {None: (begin, end)})
+            continue
+        experts, matrix, half, _ = name.rsplit(".", 3)
+        num_experts = max(header[f"{experts}.{matrix}.{each}.weight"]["shape"][0] for each in ("lora_A", "lora_B"))
+        size = (end - begin) // shape[0]
+        for number in range(num_experts):
+            first = begin + number % shape[0] * size
+            expert = f"{experts}.{number}.{matrices[matrix]}.{half}.weight"
+            exported[expert] = _Exported(dtype, shape[1:], {None: (first, first + size)})
     return exported

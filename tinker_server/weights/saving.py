@@ -175,6 +175,6 @@ async def _finish_export(run: TrainingRun, directory: Path, recipients: Sequence
     The files are encrypted if there are recipients.
     """
     if not run.trainable.full:
-        await on_files(run.owner, export.write_tinker_form, directory / export.PEFT, directory)
+        await on_files(run.owner, export.write_both_forms, directory)
     if recipients:
         await on_files(run.owner, encrypt_files, directory, recipients)

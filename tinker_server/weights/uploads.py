@@ -150,7 +150,7 @@ class Uploads:
                     await base.trainer.save(model, target / export.PEFT, "export")
                 finally:
                     await base.trainer.delete_model(model)
-            await on_files(run.owner, export.write_tinker_form, target / export.PEFT, target)
+            await on_files(run.owner, export.write_both_forms, target)
             async with stores.holdings.weights(run.owner, directory) as size_bytes:
                 await stores.storage.flush(directory)
                 await base.sampler.publish(target / export.PEFT, run.owner)
@@ -206,6 +206,7 @@ def _trainable(upload: Upload, source: Path, info: BaseModelInfo) -> Trainable:
     lora = upload.lora_config
     try:
         train_vision = export.has_tower(source / ADAPTER_FILE)
+        layout = export.layout_of(source / ADAPTER_FILE)
     except (ValueError, AttributeError, TypeError, RecursionError):  # whatever the header is in place of an object
         raise BadRequest(f"{ADAPTER_FILE} is no safetensors file: its header is no object of tensors") from None
     return Trainable(
@@ -215,4 +216,5 @@ def _trainable(upload: Upload, source: Path, info: BaseModelInfo) -> Trainable:
         train_mlp=lora.train_mlp,
         train_attn=lora.train_attn,
         train_vision=train_vision and info.trains_vision,
+        layout=layout,
     )

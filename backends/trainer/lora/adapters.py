@@ -10,7 +10,7 @@ L matrices, r rank of a model, I inputs and O outputs of a matrix, R summed rank
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, get_args
 
@@ -265,16 +265,19 @@ def _replace_modules(
             names = [name_in_files(model, own_name) for own_name in own_names]
             in_order += names
             member = _Member(name_in_files(model, target_name), names, target)
-            group = _Kind(flags[name], kind, layout, target.matrix_shape, target.num_matrices)
-            found.setdefault(group, []).append(member)
+            shapes = (target.matrix_shape, target.num_matrices)
+            found.setdefault(_Kind(flags[name], kind, layout, *shapes), []).append(member)
     positions = {name: position for position, name in enumerate(in_order)}
     groups = []
-    for kind, members in found.items():
+    for common, members in found.items():
         target_names, names_by_target, targets = zip(*members, strict=True)
         all_names = tuple(name for names in names_by_target for name in names)
         places = tuple(positions[name] for name in all_names)
-        num_matrices = kind.num_matrices if kind.layout == "service" else None
-        groups.append(Group(kind.flag, all_names, targets, target_names, places, kind.layout, num_matrices))
+        group = Group(common.flag, all_names, targets, target_names, places, common.layout)
+        if common.layout == "service":
+            expert_matrix = name_in_files(model, f".{common.name}").removeprefix(".")
+            group = replace(group, num_matrices=common.num_matrices, expert_matrix=expert_matrix)
+        groups.append(group)
     return groups
 
 
@@ -309,7 +312,7 @@ def _matrices(
         for projection, adapters in matrices.items():
             stack = f"{name}.{stacks[projection]}"
             own_names = [f"{name}.{i}.{projection}" for i in range(adapters.num_experts)]
-            yield f"expert {projection}", layout, adapters, stack, own_names if layout == "own" else [stack]
+            yield projection, layout, adapters, stack, own_names if layout == "own" else [stack]
 
 
 def _initialise(model: LoraModel) -> None:

@@ -32,8 +32,8 @@ class LoraFiles:
     def save_sampler_weights(
         self, model: LoraModel, directory: Path, load_check: LoadCheck, *, for_elsewhere: bool
     ) -> None:
-        """Save the adapter alone, not durable yet: with `for_elsewhere` in float32 and as PEFT and vLLM load it, else
-        as the engine beside the trainer does.
+        """Save the adapter alone, not durable yet: with `for_elsewhere` in float32 and under the names of `tensors`,
+        else as the engine beside the trainer loads it.
 
         Raises InvalidInput if the adapter or its scores are not finite.
         """
@@ -47,7 +47,8 @@ class LoraFiles:
             halves = host_halves(wholes, dtype)
             if for_elsewhere:
                 tensors = model.named([(a_LrI, b_LOr.mT) for a_LrI, b_LOr in halves])
-                checkpoint_files.write_adapter(aside, tensors, model.config, self._base_model, load_check)
+                metadata = load_check.to_metadata() | model.file_metadata
+                checkpoint_files.write_adapter(aside, tensors, model.config, self._base_model, metadata)
             else:
                 stacks = [(targets, *half) for targets, half in zip(model.target_modules, halves, strict=True)]
                 checkpoint_files.write_stacked(aside, stacks, model.config, self._base_model, load_check)
@@ -60,7 +61,7 @@ class LoraFiles:
         weights, moments = model.masters(), model.optimizer_state()
 
         def write(aside: Path) -> None:
-            checkpoint_files.write_adapter(aside, weights, model.config, self._base_model)
+            checkpoint_files.write_adapter(aside, weights, model.config, self._base_model, model.file_metadata)
             checkpoint_files.write_optimizer(aside, moments)
 
         checkpoint_files.write_on_rank_zero(directory, write, self._world)
@@ -83,13 +84,13 @@ class LoraFiles:
         wholes = (model.masters(), model.optimizer_state())
 
         def copy() -> Callable[[Path], None]:
-            config, state = model.config, model.gradient
+            config, metadata, state = model.config, model.file_metadata, model.gradient
             # What was gathered from several ranks is a copy already.
             weights, moments = wholes if self._world.machine.size > 1 else map(_copied, wholes)
             gradient = _copied(model.gradients)
 
             def write(aside: Path) -> None:
-                checkpoint_files.write_adapter(aside, weights, config, self._base_model)
+                checkpoint_files.write_adapter(aside, weights, config, self._base_model, metadata)
                 checkpoint_files.write_optimizer(aside, moments)
                 checkpoint_files.write_gradient(aside, gradient, state)
 

@@ -8,6 +8,7 @@ whole gradient of its own. On a machine's only rank the masters are the working 
 L matrices of A or of B, r rank of the model, I inputs and O outputs of a matrix
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
+from api_schemas.adapter_names import EXPERT_MATRICES
 from api_schemas.training import AdamParams, Layout, Trainable
 from backends.families.family import LoraFlag
 from backends.formats.stacked_adapters import TargetModules
@@ -56,6 +58,8 @@ class Group:
     """The layout whose models have these adapters; None: of both."""
     num_matrices: tuple[int, int] | None = None
     """Matrices of A, and of B, in the tensors of each name, if these have three dimensions."""
+    expert_matrix: str | None = None
+    """PEFT's name of this matrix of an expert, if the tensors have three dimensions."""
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -193,6 +197,13 @@ class LoraModel:
             ]
             for stack in self.stacks
         ]
+
+    @property
+    def file_metadata(self) -> dict[str, str]:
+        """What the header of a file says of the names of `tensors`."""
+        groups = [stack.group for stack in self.stacks if stack.group.expert_matrix is not None]
+        matrices = {group.names[0].rpartition(".")[2]: group.expert_matrix for group in groups}
+        return {EXPERT_MATRICES: json.dumps(matrices)} if matrices else {}
 
     def stacked(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """Stack what `named` gave, on its own device: the whole tensor of which `parameters[index]` is a shard."""

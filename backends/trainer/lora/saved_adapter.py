@@ -1,7 +1,9 @@
 """Reads a saved adapter: this server's, or one of another program, under PEFT's names or those of Tinker's tools.
 
 Every tensor must be one of the model's, by its exact name: a tensor that is taken for another, or left out, gives wrong
-numbers without an error. The header is checked before a tensor is read.
+numbers without an error. The header is checked before a tensor is read. Factors that experts share are read for models
+whose experts share them, also from files that repeat them for each expert; for models whose experts have adapters of
+their own they are repeated.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from api_schemas.adapter_names import tinker_name
+from api_schemas.adapter_names import expert_stack, is_stack, tinker_name
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.lora.linear import ALPHA
 from backends.trainer.lora.saved_config import read_config
@@ -34,11 +36,22 @@ def read_adapter(directory: Path, own: Mapping[str, Tensor], *, has_tower: bool)
     config = read_config(directory)
     try:
         with safe_open(directory / ADAPTER_FILE, "pt") as file:
-            stacks = _names_in_file(set(file.keys()), list(own), has_tower=has_tower)
-            for name in stacks:
-                part = file.get_slice(name)
-                _check_header(name, part.get_dtype(), part.get_shape(), config.rank)
-            tensors = dict(_under_own_names(stacks, ((name, file.get_tensor(name)) for name in stacks)))
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
+            found = {name for name, part in slices.items() if not _is_placeholder(name, part.get_shape(), own)}
+            experts = _experts_of_stacks(found, own)
+            joined = {name for names in experts.values() for name in names.values()}
+            stacks = _names_in_file((found - joined) | experts.keys(), list(own), has_tower=has_tower)
+            for name in found:
+                _check_header(name, slices[name].get_dtype(), slices[name].get_shape(), config.rank)
+
+            def read(name: str) -> Tensor:
+                if name in experts:
+                    parts = {number: file.get_tensor(part) for number, part in experts[name].items()}
+                    return _join_experts(name, parts, own)
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+
+            tensors = dict(_under_own_names(stacks, ((name, read(name)) for name in stacks), own))
     except SafetensorError as error:
         raise InvalidInput(f"{ADAPTER_FILE} is no safetensors file: {error}") from None
     if config.alpha != ALPHA:
@@ -55,6 +68,35 @@ def _check_header(name: str, dtype: str, shape: Sequence[int], rank: int) -> Non
         raise InvalidInput(
             f"{ADAPTER_CONFIG_FILE}: r is {rank}, but {name} has shape {tuple(shape)}: the LoRA ranks differ"
         )
+
+
+def _is_placeholder(name: str, shape: Sequence[int], own: Mapping[str, Tensor]) -> bool:
+    """Return whether an empty tensor stands for a matrix that experts without a gate have not."""
+    return 0 in shape and ".experts.w3." in name and not any(".experts.w3." in tinker_name(known)[0] for known in own)
+
+
+def _experts_of_stacks(found: Iterable[str], own: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
+    """Return a file's tensors of single experts by number, for each stack of a model whose experts share factors."""
+    experts: dict[str, dict[int, str]] = {}
+    for name in found:
+        place = expert_stack(name)
+        if place is not None and place[0] in own:
+            experts.setdefault(place[0], {})[place[1]] = name
+    return experts
+
+
+def _join_experts(name: str, experts: Mapping[int, Tensor], own: Mapping[str, Tensor]) -> Tensor:
+    """Return the stack of this name. Raises InvalidInput if an expert is missing, or a factor is not shared."""
+    halves = (name, name.replace(".lora_A.", ".lora_B."), name.replace(".lora_B.", ".lora_A."))
+    num_experts = max(len(own[half]) for half in halves)
+    if sorted(experts) != list(range(num_experts)):
+        raise InvalidInput(f"{name}: the file has {len(experts)} experts of it, this model {num_experts}")
+    tensors = [experts[number] for number in range(num_experts)]
+    if len(own[name]) == num_experts:
+        return torch.stack(tensors)
+    if not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+        raise InvalidInput(f"{name}: the experts of the file differ in it, those of this model share it")
+    return tensors[0][None]
 
 
 def _names_in_file(found: set[str], own: Sequence[str], *, has_tower: bool) -> dict[str, list[str]]:
@@ -89,19 +131,29 @@ def _tools_names(own: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _under_own_names(
-    stacks: Mapping[str, list[str]], tensors: Iterable[tuple[str, Tensor]]
+    stacks: Mapping[str, list[str]], tensors: Iterable[tuple[str, Tensor]], own: Mapping[str, Tensor]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Yield each tensor, those of experts one by one. Raises InvalidInput for a stack of another number of experts."""
+    """Yield each tensor, those of experts as the model has them. Raises InvalidInput for a stack of another number of
+    experts."""
     for name, tensor in tensors:
         names = stacks[name]
-        if ".experts." not in name or names == [name]:
+        of_model, num_found = own[names[0]], len(tensor) if tensor.dim() == 3 else 0
+        if not is_stack(name):
             yield names[0], tensor
-            continue
-        if tensor.dim() != 3 or len(tensor) != len(names):
+        elif of_model.dim() == 3:
+            if num_found != len(of_model):
+                whose = "share it" if len(of_model) == 1 else "have their own"
+                raise InvalidInput(
+                    f"{name} has shape {tuple(tensor.shape)}, and this model's has {len(of_model)} as its first"
+                    f" dimension: the experts of this model {whose}"
+                )
+            yield names[0], tensor
+        elif num_found in (1, len(names)):
+            yield from zip(names, tensor.expand(len(names), *tensor.shape[1:]), strict=True)
+        else:
             raise InvalidInput(
                 f"{name} has shape {tuple(tensor.shape)}; a stack of {len(names)} experts of three dimensions is needed"
             )
-        yield from zip(names, tensor, strict=True)
 
 
 def _some(names: Iterable[str]) -> str:

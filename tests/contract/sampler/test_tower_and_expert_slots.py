@@ -28,6 +28,7 @@ from tests.factories import cross_entropy, datum, make_renderer, present
 from tests.models import make_tiny_vl
 from tests.slots import BFLOAT16_NATS, running_engine, seeing_trainer, trained_scores
 from tests.trainers import forward_backward
+from tinker_server.weights.export import PEFT, write_expanded
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Tensors = dict[str, Tensor]
@@ -97,6 +98,17 @@ async def test_experts_that_are_saved_matrix_by_matrix_are_the_same(engine, adap
         assert any("experts.7.up_proj" in name for name in file.keys())  # noqa: SIM118 - the file is no mapping
     apart = await scores(engine, adapters, tmp_path / "apart")
     assert apart == await scores(engine, adapters, saved["m0"])
+
+
+async def test_factors_that_experts_share_are_the_same_from_each_form(engine, adapters, saved, rank, tmp_path):
+    rank.save_sampler_weights("m1", tmp_path / "m1" / PEFT, for_elsewhere=True)
+    with safe_open(tmp_path / "m1" / PEFT / ADAPTER_FILE, "pt") as file:
+        shapes = {tuple(file.get_slice(name).get_shape()) for name in file.keys() if ".experts.w1." in name}  # noqa: SIM118
+    assert {shape[0] for shape in shapes} == {1, 8}
+    wanted = await scores(engine, adapters, saved["m1"])
+    assert await scores(engine, adapters, tmp_path / "m1" / PEFT) == wanted
+    assert write_expanded(tmp_path / "m1" / PEFT, tmp_path / "expanded")
+    assert await scores(engine, adapters, tmp_path / "expanded") == wanted
 
 
 @pytest.mark.parametrize("form", ["stacks", "apart"])

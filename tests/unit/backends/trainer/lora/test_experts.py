@@ -13,7 +13,7 @@ from backends.families.text import Text
 from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_FILE
-from backends.trainer.checkpoint_files import write_stacked
+from backends.trainer.checkpoint_files import write_adapter, write_stacked
 from backends.trainer.lora.adapters import Adapters
 from backends.trainer.lora.files import host_halves
 from backends.trainer.lora.linear import ALPHA
@@ -146,10 +146,13 @@ def test_layouts_of_a_dense_model_are_the_same_to_the_bit(tiny_text) -> None:
     assert own.keys() == service.keys() and all(torch.equal(own[name], service[name]) for name in own)
 
 
+@pytest.mark.parametrize("layout", ["own", "service"])
 @pytest.mark.parametrize("file_bytes", [1, 1 << 24])
-def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp_path, monkeypatch, file_bytes) -> None:
+def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(
+    model, tmp_path, monkeypatch, file_bytes, layout
+) -> None:
     monkeypatch.setattr("backends.formats.stacked_adapters._FILE_BYTES", file_bytes)
-    adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), CONFIGS[0], 0)
+    adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), MIXES[layout][0], 0)
     halves = host_halves(adapter.halves(torch.float64), torch.float64)
     stacks = [(targets, *half) for targets, half in zip(adapter.target_modules, halves, strict=True)]
     write_stacked(tmp_path, stacks, adapter.config, "base", LoadCheck([1, 2], [-1.0]))
@@ -159,8 +162,16 @@ def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp
     experts = "base_model.model.model.layers.1.mlp.experts"
     for matrix, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         for half in ("lora_A", "lora_B"):
-            of_each = [adapter.tensors[f"{experts}.{i}.{name}.{half}.weight"] for i in range(8)]
-            wanted[f"{experts}.{matrix}.{half}.weight"] = torch.stack(of_each)
+            stack = f"{experts}.{matrix}.{half}.weight"
+            if layout == "own":
+                of_each = [adapter.tensors[f"{experts}.{i}.{name}.{half}.weight"] for i in range(8)]
+                wanted[stack] = torch.stack(of_each)
+            else:
+                wanted[stack] = adapter.tensors[stack].expand(8, -1, -1)
+    write_adapter(tmp_path, adapter.tensors, adapter.config, "base", adapter.file_metadata)
+    with open_adapter(str(tmp_path / ADAPTER_FILE), "pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert layout == "own" or all(torch.equal(saved[name], tensor) for name, tensor in wanted.items())
     assert ours.keys() == wanted.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.training import Trainable
+from api_schemas.training import Layout, Trainable
 from backends.families.lora_names import decoder_modules
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.checkpoint_files import write_adapter
@@ -24,22 +24,102 @@ from tinker_server.weights import export
 RANK = 4
 
 
-def saved(model: torch.nn.Module, directory: Path, *, experts: bool = False) -> dict[str, Tensor]:
-    """A trained adapter in `directory`/peft, and in the names of the tools in `directory`; returns its tensors."""
+def saved(
+    model: torch.nn.Module, directory: Path, *, experts: bool = False, layout: Layout = "own"
+) -> dict[str, Tensor]:
+    """A trained adapter in `directory`/peft, in the names of the tools in `directory`, and as the trainer saves it in
+    `directory`/own; returns its tensors."""
     adapters = Adapters(model, decoder_modules(model, experts=experts), max_rank=8)  # type: ignore[arg-type]
-    adapter = adapters.create(Trainable(rank=RANK, seed=1))
+    adapter = adapters.create(Trainable(rank=RANK, seed=1, layout=layout))
     generator = torch.Generator().manual_seed(2)
     for parameter in adapter.parameters:
         parameter.data.normal_(0, 0.1, generator=generator)
-    (directory / export.PEFT).mkdir(parents=True)
-    write_adapter(directory / export.PEFT, adapter.tensors, adapter.config, "tiny")
-    export.write_tinker_form(directory / export.PEFT, directory)
+    for folder in ("own", export.PEFT):
+        (directory / folder).mkdir(parents=True)
+        write_adapter(directory / folder, adapter.tensors, adapter.config, "tiny", adapter.file_metadata)
+    export.write_both_forms(directory)
     return {name: tensor.clone().contiguous() for name, tensor in adapter.tensors.items()}
 
 
 @pytest.fixture
 def text(tiny_text: Path, tmp_path: Path) -> dict[str, Tensor]:
     return saved(AutoModelForCausalLM.from_pretrained(tiny_text), tmp_path)
+
+
+def mixture(directory: Path) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        make_tiny_moe(directory / "moe"), experts_implementation="eager"
+    )
+    return model
+
+
+EXPERTS = "base_model.model.model.layers.1.mlp.experts"
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter whose experts share factors, saved in all forms."""
+    return saved(mixture(tmp_path), tmp_path / "service", experts=True, layout="service")
+
+
+def test_an_adapter_with_shared_factors_is_read_from_each_form(sharing: dict[str, Tensor], tmp_path: Path) -> None:
+    """That of the tools has a shared factor once, and PEFT's for each expert."""
+    directories = {name: tmp_path / "service" / name for name in ("own", "", export.PEFT)}
+    for directory in directories.values():
+        read = read_adapter(directory, sharing, has_tower=False)
+        assert read.keys() == sharing.keys() and all(torch.equal(read[name], sharing[name]) for name in sharing)
+    shapes = {name: one.shape for name, one in load_file(directories[""] / ADAPTER_FILE).items() if EXPERTS in name}
+    assert shapes == {name: one.shape for name, one in sharing.items() if EXPERTS in name}
+    assert set(shapes.values()) == {(1, RANK, 64), (8, 96, RANK), (8, RANK, 96), (1, 64, RANK)}
+    peft = load_file(directories[export.PEFT] / ADAPTER_FILE)
+    for matrix, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        for half in ("lora_A", "lora_B"):
+            stack = sharing[f"{EXPERTS}.{matrix}.{half}.weight"]
+            for number in range(8):
+                assert torch.equal(peft[f"{EXPERTS}.{number}.{name}.{half}.weight"], stack[number % len(stack)])
+    config = json.loads((directories[export.PEFT] / ADAPTER_CONFIG_FILE).read_text())
+    assert {"gate_proj", "up_proj", "down_proj"} <= set(config["target_modules"])
+    assert not {"w1", "w2", "w3"} & set(config["target_modules"])
+    layouts = {name: export.layout_of(directory / ADAPTER_FILE) for name, directory in directories.items()}
+    assert layouts == {"own": "service", "": "service", export.PEFT: "own"}
+
+
+def test_shared_factors_are_repeated_for_a_model_whose_experts_have_their_own(
+    sharing: dict[str, Tensor], tmp_path: Path
+) -> None:
+    own = saved(mixture(tmp_path), tmp_path / "saved", experts=True)
+    peft = load_file(tmp_path / "service" / export.PEFT / ADAPTER_FILE)
+    for directory in (tmp_path / "service", tmp_path / "service" / export.PEFT):
+        read = read_adapter(directory, own, has_tower=False)
+        assert read.keys() == own.keys() and all(torch.equal(read[name], peft[name]) for name in own)
+
+
+def test_adapters_of_experts_that_differ_are_refused_by_a_model_that_shares_factors(
+    sharing: dict[str, Tensor], tmp_path: Path
+) -> None:
+    saved(mixture(tmp_path), tmp_path / "saved", experts=True)
+    with pytest.raises(InvalidInput, match=r"experts\.w\d\.lora_\w\.weight has shape .* of this model share it"):
+        read_adapter(tmp_path / "saved", sharing, has_tower=False)
+    with pytest.raises(InvalidInput, match="the experts of the file differ in it, those of this model share it"):
+        read_adapter(tmp_path / "saved" / export.PEFT, sharing, has_tower=False)
+    lacking = tmp_path / "service" / export.PEFT / ADAPTER_FILE
+    tensors = load_file(lacking)
+    save_file({name: one for name, one in tensors.items() if f"{EXPERTS}.7." not in name}, lacking)
+    with pytest.raises(InvalidInput, match="the file has 7 experts of it, this model 8"):
+        read_adapter(lacking.parent, sharing, has_tower=False)
+
+
+def test_an_empty_tensor_for_the_gate_that_experts_have_not_is_no_tensor(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mixer.experts.{}.lora_{}.weight"
+    own = {
+        name.format(w, half): torch.ones(*shape)
+        for w in ("w1", "w2")
+        for half, shape in (("A", (1, 2, 3)), ("B", (4, 5, 2)))
+    }
+    gate = {name.format("w3", "A"): torch.ones(1, 2, 0), name.format("w3", "B"): torch.ones(4, 0, 2)}
+    (tmp_path / ADAPTER_CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 32}))
+    save_file(own | gate, tmp_path / ADAPTER_FILE)
+    assert read_adapter(tmp_path, own, has_tower=False).keys() == own.keys()
 
 
 @pytest.mark.parametrize("kind", ["text", "images", "experts"])
