@@ -19,7 +19,8 @@ from tinker_server.dashboard import pages
 from tinker_server.errors import Superseded
 from tinker_server.models.admission import Admission
 from tinker_server.models.base_models import BaseModels
-from tinker_server.models.execution import Execution
+from tinker_server.models.crash_isolation import LeftOperations
+from tinker_server.models.intake import Intake
 from tinker_server.models.model import ModelStores, SnapshotLimits, Snapshots
 from tinker_server.models.replay import LogReplay
 from tinker_server.models.scheduler import Scheduler
@@ -29,9 +30,8 @@ from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
 from tinker_server.operations.housekeeping import Housekeeper, Periods, SteadyClock, Stores
 from tinker_server.operations.recording import Recording
-from tinker_server.operations.sampling import Sampling
-from tinker_server.operations.table import Executors, OperationRunner
-from tinker_server.operations.training import Training
+from tinker_server.operations.runner import Runner
+from tinker_server.operations.table import decode
 from tinker_server.routes import (
     admin,
     chat,
@@ -57,6 +57,7 @@ from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.disk_account import DiskAccount
+from tinker_server.store.futures.observers import Observers
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.machine_history import MachineHistory
@@ -77,7 +78,6 @@ from tinker_server.web.prefix import Prefixed
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.lookup import WeightStores
-from tinker_server.weights.saving import Saving
 from tinker_server.weights.uploads import Uploads
 
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
@@ -168,7 +168,8 @@ async def serving(
         services = build_services(settings, db, backend, tracing, clock or SteadyClock())
         stack.callback(services.archives.close)
         stack.callback(services.uploads.close)
-        stack.push_async_callback(tracing.close)
+        if tracing is not None:
+            stack.push_async_callback(tracing.close)
         await stack.enter_async_context(working(services))
         yield services
 
@@ -180,13 +181,14 @@ def _described_backend(settings: Settings, on_loading: OnLoading) -> Backend:
 
 
 def build_services(
-    settings: Settings, db: Database, backend: Backend, tracing: Tracing, clock: Callable[[], float]
+    settings: Settings, db: Database, backend: Backend, tracing: Tracing | None, clock: Callable[[], float]
 ) -> Services:
     """Build the services on an open database and loaded models; nothing runs yet."""
     storage = Storage(settings.data_dir, db)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
-    futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
+    observers = Observers()
+    futures = FutureStore(db, RECENT_RESULTS_BYTES, observers=observers)
     bases, replay = BaseModels(backend.models), LogReplay(futures, checkpoints, storage)
     limits = SnapshotLimits(
         settings.snapshot_every_s, settings.log_bytes, REPLAY_S, LONGEST_REPLAY_S, interrupted_s=INTERRUPTED_S
@@ -200,18 +202,22 @@ def build_services(
     holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER, counts)
     disk = DiskAccount(holdings, futures, clock)
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
-    weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings)
-    executors = Executors(
-        Training(keys, weights), Saving(weights, audit), Sampling(weights, gallery), Recording(steps, measured)
-    )
+    weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings, keys, audit)
     admission = Admission(
         SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
         BODIES_IN_FLIGHT * settings.max_body_bytes,
         QUEUED_BODIES * settings.max_body_bytes,
     )
-    execution = Execution(futures, OperationRunner(executors), measured, tracing)
+    left = LeftOperations(futures)
+    runner = Runner(weights, futures, left, observers)
+    observers.accepted.append(measured.accepted)
+    observers.succeeded.extend([Recording(steps).on_success, measured.on_success, usage.on_success, gallery.on_success])
+    observers.ended.extend([measured.ended, left.release])
+    if tracing is not None:
+        tracing.observe(observers)
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
-    scheduler = Scheduler(model_stores, execution, admission, disk, settings.gap_grace_s)
+    intake = Intake(runner.run, decode, left, admission, disk, settings.gap_grace_s)
+    scheduler = Scheduler(model_stores, intake)
     key_uses = KeyUses(settings.data_dir, keys)
     swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, uploads, key_uses)
     stores = Stores(*swept, gallery, sample_files, disk)

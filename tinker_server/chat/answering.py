@@ -13,7 +13,7 @@ from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models.admission import Admission
 from tinker_server.observability.recent_samples import Drawn, Gallery
 from tinker_server.offload import off_loop
-from tinker_server.store.usage import NO_SESSION
+from tinker_server.store.records import NO_SESSION
 from tinker_server.weights.lookup import FoundWeights, WeightStores, find_weights
 
 SCHEME = "tinker://"

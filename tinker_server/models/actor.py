@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
-from tinker_server.models.admission import Admission
-from tinker_server.models.execution import Execution
+from tinker_server.models.intake import Intake
 from tinker_server.models.lane import Lane
 from tinker_server.models.model import Model
 from tinker_server.offload import INLINE_BYTES
-from tinker_server.store.futures.records import Operation
+from tinker_server.store.futures.queue import FutureQueue
+from tinker_server.store.futures.records import Operation, Result
 
 Request = Callable[[], Awaitable[None]]
 """A method of the model."""
@@ -25,13 +25,14 @@ Request = Callable[[], Awaitable[None]]
 class Actor:
     """The inbox of one model, and the task that empties it."""
 
-    def __init__(self, model: Model, execution: Execution, admission: Admission, gap_grace_s: float) -> None:
+    def __init__(self, model: Model, queue: FutureQueue, intake: Intake) -> None:
         self.model = model
         self.lane: Lane | None = None
         """None until an operation has come, and the model's past ones were read for its number."""
-        self._execution = execution
-        self._admission = admission
-        self._gap_grace_s = gap_grace_s
+        self._queue = queue
+        self._run = intake.run
+        self._admission = intake.admission
+        self._gap_grace_s = intake.gap_grace_s
         self._requests: deque[tuple[Request, asyncio.Future[None]]] = deque()
         self._unloads: deque[Operation] = deque()
         self._running: Operation | None = None
@@ -92,7 +93,7 @@ class Actor:
             return 0
         cancelled = self.lane.take_all()
         for operation in cancelled:
-            self._execution.fail(operation, error)
+            self._queue.complete(operation.request_id, Result.of_failure(operation, error))
             self._admission.queued.leave(operation.owner, 1, operation.size_bytes)
             self.lane.note(operation, "user")
         self._woken.set()
@@ -108,7 +109,7 @@ class Actor:
         self._woken.set()
         if self._task is None or self._task.done():
             return None
-        waits = self._running is not None and self.model.latest_work == self._latest_work
+        waits = self._running is not None and self.model.handle.latest_work == self._latest_work
         if waits or (self._running is None and self.model.is_being_restored):
             self._task.cancel()
         return self._task
@@ -135,17 +136,18 @@ class Actor:
                     await self._operate(self.lane)
             elif self._unloads:
                 operation = self._unloads.popleft()
-                self._execution.complete(operation, await self._execution.result(operation, self.model))
+                result = await self._run(operation, self.model, "")
+                self._queue.complete(operation.request_id, result)
             else:
                 return
 
     async def _operate(self, lane: Lane) -> None:
         operation = self._running = lane.take()
-        self._latest_work = self.model.latest_work
+        self._latest_work = self.model.handle.latest_work
         try:
-            result = await self._execution.result(operation, self.model, lane.lacking)
+            result = await self._run(operation, self.model, lane.lacking)
             logged = await self.model.takes_place_in_log(operation, result.failure_category)
-            result = self._execution.complete(operation, result, logged=logged)
+            result = self._queue.complete(operation.request_id, result, logged=logged)
         finally:
             self._admission.queued.leave(operation.owner, 1, operation.size_bytes)
         lane.note(operation, result.failure_category)

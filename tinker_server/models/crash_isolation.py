@@ -12,7 +12,7 @@ from functools import partial
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.protocol import BackendFailed
 from tinker_server.errors import DatabaseUnavailable, Superseded
-from tinker_server.store.futures.records import Operation
+from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.store import FutureStore
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class LeftOperations:
         finally:
             self.release(operation.request_id)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, _: Result | None = None) -> None:
         """Forget an operation that has ended, or will not begin."""
         if (suspect := self._suspects.pop(request_id, None)) is not None:
             self._isolation.release(suspect)

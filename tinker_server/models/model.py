@@ -20,7 +20,6 @@ from backends.protocol import LoadedModel, ModelLost, ProcessDied, Trainer
 from tinker_server.errors import DatabaseUnavailable, LostModel, ModelIdTaken, UnknownModel
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.replay import LogReplay, Replayed, log_changed_numerics
-from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.futures.store import FutureStore
@@ -30,6 +29,8 @@ from tinker_server.store.runs import RunStore
 log = logging.getLogger(__name__)
 LOGGED: tuple[str, ...] = ("forward_backward", "optim_step", "load_weights")
 """Operations that change a model, apart from making it."""
+UNLOADED = LoadedModel("", "", 0, is_lost=True)
+"""The handle of a model that its trainer does not hold."""
 RETRY_S = 30.0
 """Pause after a snapshot that failed."""
 COPYING_PART, WRITING_PART = 0.01, 0.1
@@ -110,8 +111,8 @@ class Model:
         self.is_being_restored = False
         self._stores = stores
         self._trainer: Trainer | None = None
-        self._loaded: LoadedModel | None = None
-        """The trainer's latest handle; None before the first, and once the model was unloaded."""
+        self.handle = UNLOADED
+        """The trainer's latest handle."""
         self._is_whole = False
         """True once it was made or restored to the end, in a trainer that may have died since."""
         self._worked_since_s: float | None = None
@@ -129,7 +130,7 @@ class Model:
     @property
     def is_in_memory(self) -> bool:
         """True where the trainer holds the model, unless it has died unnoticed."""
-        return self._is_whole and self._loaded is not None and not self._loaded.is_lost
+        return self._is_whole and not self.handle.is_lost
 
     def is_lost_with(self, trainer: Trainer) -> bool:
         """Return whether the model was in this trainer's memory, and the trainer has died."""
@@ -139,21 +140,6 @@ class Model:
     def is_writing(self) -> bool:
         """True while a snapshot is being written or recorded."""
         return self._writing is not None and not self._writing.done()
-
-    @property
-    def latest_work(self) -> int:
-        """A number that changes when the trainer begins to work for the model: before, nothing has changed."""
-        return 0 if self._loaded is None else self._loaded.latest_work
-
-    @property
-    def worked_s(self) -> float:
-        """Seconds that the trainer has worked for the model since it was loaded."""
-        return 0 if self._loaded is None else self._loaded.worked_s
-
-    @property
-    def memory_bytes(self) -> int:
-        """Device memory of each rank of its trainer that the model takes."""
-        return 0 if self._loaded is None else self._loaded.size_bytes
 
     async def loaded(self) -> tuple[TrainingRun, Trainer, LoadedModel]:
         """Return the run, its trainer, and the trainer's handle. A model that is not in memory is restored.
@@ -167,9 +153,8 @@ class Model:
             raise LostModel(f"model {self.id} was unloaded or given up; create it again from a checkpoint")
         if not self.is_in_memory:
             run = await self._restore(run, trainer)
-        assert self._loaded is not None, "it is in memory"
         self._worked_since_s = time.monotonic()
-        return run, trainer, self._loaded
+        return run, trainer, self.handle
 
     async def create(self, run: TrainingRun, weights: Path | None, *, with_optimizer: bool) -> None:
         """Make the model, fresh or of saved weights. It is recorded once it is in memory, and is not in memory unless
@@ -177,20 +162,15 @@ class Model:
         trainer = self._trainer_of(run)
         if await self._stores.runs.find(self.id) is not None:  # before the trainer would lose the one it has
             raise ModelIdTaken(f"{self.id} is in use, for a model or for a copy of weights; take another model_seq_id")
-        self._loaded = await trainer.create_model(self.id, run.trainable, run.owner)
+        self.handle = await trainer.create_model(self.id, run.trainable, run.owner)
         try:
             if weights is not None:
-                await trainer.load_state(self._loaded, weights, with_optimizer=with_optimizer)
+                await trainer.load_state(self.handle, weights, with_optimizer=with_optimizer)
             await self._stores.runs.add(run)
         except BaseException:
-            await trainer.delete_model(self._loaded)
+            await trainer.delete_model(self.handle)
             raise
         self.run, self._is_whole = run, True
-
-    async def mark_incomplete(self) -> None:
-        """Have the next optim_step fail and clear the gradient. Raises as `loaded`."""
-        _, trainer, loaded = await self.loaded()
-        await trainer.mark_incomplete(loaded)
 
     async def restore(self) -> None:
         """Restore a model that was lost with its trainer, unless it is there again by now, or not needed.
@@ -226,9 +206,9 @@ class Model:
     async def unload(self) -> None:
         """Free the model's memory."""
         run = await self._find()
-        if self._loaded is not None:
-            await self._trainer_of(run).delete_model(self._loaded)
-        self._loaded, self._is_whole = None, False
+        if self.handle is not UNLOADED:
+            await self._trainer_of(run).delete_model(self.handle)
+        self.handle, self._is_whole = UNLOADED, False
         self.log = Log()
 
     async def takes_place_in_log(self, operation: Operation, failure_category: str | None) -> bool:
@@ -292,7 +272,6 @@ class Model:
         whatever the trainer computes or writes would be nobody's."""
         if self._trainer is None:
             self._trainer = self._stores.bases.base(run.base_model).trainer
-        note(base_model=run.base_model)
         self._stores.storage.lease.require()
         return self._trainer
 
@@ -308,8 +287,8 @@ class Model:
                 self.log = Log()
                 try:
                     with trainer.restoring(self.id, run.owner):
-                        self._loaded = await self._stores.replay.load(run, trainer)
-                        await self._stores.replay.run_again(trainer, self._loaded, self._after_replayed)
+                        self.handle = await self._stores.replay.load(run, trainer)
+                        await self._stores.replay.run_again(trainer, self.handle, self._after_replayed)
                     break
                 except (ModelLost, ProcessDied) as error:
                     tried, run = run.snapshot, await self._settled()
@@ -344,10 +323,9 @@ class Model:
         before, self.log = self.log, Log()
         try:
             run = await self._find()
-            assert self._loaded is not None, "only a loaded model is copied"
             directory = await self._stores.storage.reserve(self.id, "snapshots", "model")
             began = time.monotonic()
-            written = await self._trainer_of(run).snapshot(self._loaded, self._stores.storage.path(directory))
+            written = await self._trainer_of(run).snapshot(self.handle, self._stores.storage.path(directory))
             self._copying_s = min(self._copying_s, time.monotonic() - began)
             self._stores.snapshots.spend(self._copying_s / COPYING_PART)
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on

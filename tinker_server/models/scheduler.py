@@ -21,16 +21,15 @@ from tinker_server.errors import (
     Superseded,
 )
 from tinker_server.models.actor import Actor
-from tinker_server.models.admission import Admission
-from tinker_server.models.execution import Execution
+from tinker_server.models.intake import Intake
 from tinker_server.models.lane import Lane, lane_after
 from tinker_server.models.model import Model, ModelStores
-from tinker_server.store.disk_account import DiskAccount
-from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, PastOperation
+from tinker_server.models.retries import Retries
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, PastOperation, Result
 from tinker_server.store.records import TrainingRun
 
 log = logging.getLogger(__name__)
-TRIES = 2
+RESTORATIONS = 2
 """Restorations of a model under which the trainer ends; after these the model waits for its next operation."""
 CLOSE_S = 0.5
 """Seconds that cancelled work gets to end, when the server stops."""
@@ -41,14 +40,11 @@ KEEP_S = 3.0
 class Scheduler:
     """Owns all actors and running samples."""
 
-    def __init__(
-        self, stores: ModelStores, execution: Execution, admission: Admission, disk: DiskAccount, gap_grace_s: float
-    ) -> None:
+    def __init__(self, stores: ModelStores, intake: Intake) -> None:
         self._stores = stores
-        self._execution = execution
-        self._admission = admission
-        self._disk = disk
-        self._gap_grace_s = gap_grace_s
+        self._intake = intake
+        self._admission = intake.admission
+        self._queue = stores.futures.queue
         self._actors: dict[str, Actor] = {}
         self._samples: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
         """By request_id, those that wait or run."""
@@ -59,7 +55,7 @@ class Scheduler:
         created = {operation.lane for operation in unfinished if operation.seq_id == 0}
         lanes = {operation.lane for operation in unfinished if operation.operation_kind != "sample"}
         alive = {lane for lane in lanes if lane in created or await self._can_be_restored(lane)}
-        self._execution.adopt(unfinished)
+        self._intake.left.isolate(unfinished)
         for operation in unfinished:
             if operation.operation_kind == "sample":
                 await self._resume_sample(operation)
@@ -71,7 +67,7 @@ class Scheduler:
                 actor.queue(await self._lane(actor, operation.seq_id), operation)
             else:
                 lost = LostModel(f"model {operation.lane} was unloaded; create it again from a checkpoint")
-                self._execution.fail(operation, lost)
+                self._fail(operation, lost)
 
     async def _can_be_restored(self, model_id: str) -> bool:
         run = await self._stores.runs.find(model_id)
@@ -79,9 +75,10 @@ class Scheduler:
 
     async def _resume_sample(self, operation: Operation) -> None:
         try:
-            again = await self._execution.with_request(operation)
+            body = await self._stores.futures.rows.body(operation.request_id)
+            again = self._intake.decode(replace(operation, body=body))
         except Exception as error:  # noqa: BLE001 - one that cannot be read any more must not stop the server
-            self._execution.fail(operation, error)
+            self._fail(operation, error)
             return
         assert isinstance(again.request, SampleRequest)
         # An earlier server let its images in, within the bound; here they count for nothing.
@@ -119,7 +116,7 @@ class Scheduler:
         accepted = None
         lane.arriving[operation.seq_id] += 1
         try:
-            accepted = await self._execution.accept(operation)
+            accepted = await self._queue.enqueue(operation)
         finally:
             lane.arriving[operation.seq_id] -= 1
             if not lane.arriving[operation.seq_id]:
@@ -137,7 +134,7 @@ class Scheduler:
     async def _require_room(self, operation: Operation) -> None:
         """Raise Busy for new work of an owner that has no room on the disk. A repeat takes none."""
         try:
-            await self._disk.require_room(operation.owner, operation.size_bytes + operation.answer_bytes)
+            await self._intake.disk.require_room(operation.owner, operation.size_bytes + operation.answer_bytes)
         except Busy:
             if await self._stores.futures.rows.knows(operation.lane, operation.seq_id):
                 return
@@ -154,13 +151,13 @@ class Scheduler:
         )
         if not await self._stores.futures.rows.knows(operation.lane, operation.seq_id):
             raise late
-        accepted = await self._execution.accept(operation)
+        accepted = await self._queue.enqueue(operation)
         if accepted.is_new:  # stored by a commit that had seemed to fail
-            self._execution.fail(replace(operation, request_id=accepted.request_id), late)
+            self._fail(replace(operation, request_id=accepted.request_id), late)
         return accepted.request_id
 
     async def _submit_unload(self, operation: Operation) -> str:
-        accepted = await self._execution.accept(operation)
+        accepted = await self._queue.enqueue(operation)
         if accepted.is_new and not self._is_closing:
             self._queue_unload(replace(operation, request_id=accepted.request_id))
         return accepted.request_id
@@ -170,7 +167,7 @@ class Scheduler:
         self._admission.samples.enter(*counts)
         accepted = None
         try:
-            accepted = await self._execution.accept(operation)
+            accepted = await self._queue.enqueue(operation)
         finally:
             if accepted is not None and accepted.is_new and not self._is_closing:
                 self._start_sample(replace(operation, request_id=accepted.request_id), num_samples)
@@ -197,8 +194,12 @@ class Scheduler:
 
     def _cancel_sample(self, request_id: str, error: Exception) -> None:
         operation, task = self._samples[request_id]
-        self._execution.fail(operation, error)
+        self._fail(operation, error)
         task.cancel()
+
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        """End an operation that is not run."""
+        self._queue.complete(operation.request_id, Result.of_failure(operation, error))
 
     def in_flight(self) -> Iterator[tuple[Operation, bool]]:
         """Yield all operations that wait or run, each with whether it runs; samples run from their beginning."""
@@ -215,7 +216,7 @@ class Scheduler:
         """Yield the runs whose models a trainer holds, each with its device memory of each rank in bytes."""
         for actor in self._actors.values():
             if actor.model.run is not None and actor.model.is_in_memory:
-                yield actor.model.run, actor.model.memory_bytes
+                yield actor.model.run, actor.model.handle.size_bytes
 
     @property
     def log_bytes(self) -> int:
@@ -226,7 +227,7 @@ class Scheduler:
         """Return the model's actor, which is made where there is none."""
         if (actor := self._actors.get(model_id)) is None:
             model = Model(model_id, self._stores)
-            actor = self._actors[model_id] = Actor(model, self._execution, self._admission, self._gap_grace_s)
+            actor = self._actors[model_id] = Actor(model, self._queue, self._intake)
         return actor
 
     def is_idle(self, model_id: str, for_s: float) -> bool:
@@ -269,23 +270,22 @@ class Scheduler:
                 following.create_task(self._restore_lost_with(trainer))
 
     async def _restore_lost_with(self, trainer: Trainer) -> None:
-        seen, tries = 0, dict[str, int]()
+        seen, retries = 0, dict[str, Retries]()
         while True:
             seen = await trainer.restarted(seen)
             lost = [model_id for model_id, actor in self._actors.items() if actor.model.is_lost_with(trainer)]
-            tries = dict.fromkeys(lost, 0) | tries
-            for model_id in list(tries):
+            retries = {model_id: Retries(losses=RESTORATIONS) for model_id in lost} | retries
+            for model_id in list(retries):
                 actor = self.actor(model_id)
                 try:
                     await actor.ask(actor.model.restore)
                 except ModelLost as error:
-                    tries[model_id] += 1
-                    if tries[model_id] < TRIES:
+                    if retries[model_id].allow(error):
                         break  # the trainer will be there again
                     log.error("model %s not restored, retrying at its next operation: %s", model_id, error)
                 except Exception:  # one model must not stop the others
                     log.exception("model %s not restored, retrying at its next operation", model_id)
-                del tries[model_id]
+                del retries[model_id]
 
     async def stop(self, drain_s: float) -> None:
         """Let running work end for a while, store and answer what it gave, and move the models that are idle to disk,
@@ -362,4 +362,4 @@ class Scheduler:
         task.add_done_callback(ended)
 
     async def _sample(self, operation: Operation) -> None:
-        self._execution.complete(operation, await self._execution.result(operation))
+        self._queue.complete(operation.request_id, await self._intake.run(operation, None, ""))

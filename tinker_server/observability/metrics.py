@@ -3,7 +3,12 @@
 Values that other parts already count are read at each scrape (`routes/metrics_collect.py`); the rest is counted here.
 """
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from tinker_server.store.futures.observers import Work
+from tinker_server.store.futures.records import Operation, Result
 
 SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 NATS = (1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -47,7 +52,7 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        self.sampler_gap = Histogram(
+        self._sampler_gap = Histogram(
             "tinker_sampler_gap_nats",
             "Mean distance between the trainer's and the sampler's log probabilities, per batch that sent them.",
             buckets=NATS,
@@ -59,16 +64,19 @@ class Metrics:
         self._requests.labels(method, route, status).inc()
         self._request_s.labels(route).observe(seconds)
 
-    def accepted(self, operation_kind: str) -> None:
-        """Count an operation that was accepted for the first time."""
-        self._accepted.labels(operation_kind).inc()
+    def accepted(self, operation: Operation) -> None:
+        """Count an operation that this server accepted."""
+        if operation.tries is None:
+            self._accepted.labels(operation.operation_kind).inc()
 
-    def ended(self, operation_kind: str, failure_category: str | None) -> None:
-        """Count an operation that has its result."""
-        outcome = "done" if failure_category is None else f"{failure_category}_error"
-        self._ended.labels(operation_kind, outcome).inc()
-
-    def ran(self, operation_kind: str, waited_s: float, run_s: float) -> None:
+    async def on_success(self, work: Work[Any]) -> None:
         """Record the times of an operation that has succeeded."""
-        self._wait_s.labels(operation_kind).observe(waited_s)
-        self._run_s.labels(operation_kind).observe(run_s)
+        self._wait_s.labels(work.operation.operation_kind).observe(work.waited_s)
+        self._run_s.labels(work.operation.operation_kind).observe(work.run_s)
+        if work.step is not None and work.step.sampler_gap is not None:
+            self._sampler_gap.observe(work.step.sampler_gap)
+
+    def ended(self, _: str, result: Result) -> None:
+        """Count an operation that has its result."""
+        outcome = "done" if result.failure_category is None else f"{result.failure_category}_error"
+        self._ended.labels(result.operation_kind, outcome).inc()

@@ -6,10 +6,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tinker_server.store.futures.observers import Work
 
 MAX_BYTES = 64 << 20
 """Bytes of all owners' samples."""
@@ -68,6 +69,12 @@ class Gallery:
         self._on_change = on_change
         self._of: dict[str, deque[Shown]] = {}
         self._bytes: dict[str, int] = {}
+
+    async def on_success(self, work: Work[Any]) -> None:
+        """Cache a sample that an operation has drawn."""
+        if isinstance(work.response, SampleResponse):
+            of = Drawn(work.base_model, work.model_path, work.directory)
+            self.note(work.request, work.response, work.operation.owner, of)
 
     def note(self, request: SampleRequest, response: SampleResponse, owner: str, of: Drawn) -> None:
         """Cache a sample of these weights."""

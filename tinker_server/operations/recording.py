@@ -1,15 +1,11 @@
-"""Records finished operations: a step for the run's curves, and times for the metrics.
+"""Records finished operations as steps for the run's curves."""
 
-Nothing here fails an operation: what cannot be recorded is left out, and logged.
-"""
-
-import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from api_schemas import wire
-from api_schemas.base import Response
 from api_schemas.training import (
     AdamParams,
     ForwardBackwardOutput,
@@ -18,66 +14,28 @@ from api_schemas.training import (
     OptimStepResponse,
 )
 from backends.lru import LRU
-from tinker_server.models.model import Model
-from tinker_server.observability.metrics import Metrics
 from tinker_server.offload import off_loop
+from tinker_server.store.futures.observers import Work
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
 from tinker_server.store.steps import StepStore
 
-log = logging.getLogger(__name__)
 RUNS_KEPT = 10_000
 """Runs whose last step is remembered; the last step of others is read again."""
-TRAINED = ("forward_backward", "forward", "optim_step")
-"""Operations that do nothing but have the trainer work: while the trainer did not work for them, they waited."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The seconds that one operation waited and ran."""
-
-    waited_s: float
-    run_s: float
-
-
-class Timer:
-    """Times an operation, from when it is carried out."""
-
-    def __init__(self, operation: Operation, model: Model | None) -> None:
-        self._model = model if operation.operation_kind in TRAINED else None
-        self._queued_s = max(0.0, time.time() - operation.accepted_at)
-        self._began = time.monotonic()
-        self._worked_s = 0.0 if self._model is None else self._model.worked_s
-
-    def read(self) -> Timing:
-        """Return the times until now."""
-        run_s = elapsed_s = time.monotonic() - self._began
-        if self._model is not None and 0 < (worked_s := self._model.worked_s - self._worked_s) < elapsed_s:
-            run_s = worked_s
-        return Timing(self._queued_s + elapsed_s - run_s, run_s)
 
 
 class Recording:
     """Follows the runs' steps."""
 
-    def __init__(self, steps: StepStore, metrics: Metrics) -> None:
+    def __init__(self, steps: StepStore) -> None:
         self._steps = steps
-        self._metrics = metrics
         self._last: LRU[str, Step] = LRU(RUNS_KEPT)
 
-    async def done(self, operation: Operation, response: Response, timer: Timer) -> Step | None:
-        """Record an operation, and return the step to store with its result; None for most kinds."""
-        timing = timer.read()
-        self._metrics.ran(operation.operation_kind, timing.waited_s, timing.run_s)
-        try:
-            return await self._step(operation, response, timing)
-        except Exception:  # curves must not cost a result
-            log.exception("%s %d of %s is not recorded", operation.operation_kind, operation.seq_id, operation.lane)
-            return None
-
-    async def _step(self, operation: Operation, response: Response, timing: Timing) -> Step | None:
+    async def on_success(self, work: Work[Any]) -> None:
+        """Have the step of a forward_backward or optim_step stored with its result."""
+        operation, response = work.operation, work.response
         if operation.operation_kind not in ("forward_backward", "optim_step"):
-            return None
+            return
         last = self._last.get(operation.lane) or await self._steps.last(operation.lane)
         blank = Step(
             model_id=operation.lane,
@@ -85,21 +43,19 @@ class Recording:
             step=0 if last is None else last.step + is_optim_step(last),
             at=time.time(),
             total_tokens=0 if last is None else last.total_tokens,
-            waited_s=timing.waited_s,
-            run_s=timing.run_s,
+            waited_s=work.waited_s,
+            run_s=work.run_s,
         )
         if isinstance(response, ForwardBackwardOutput):
             step = _of_batch(blank, response)
             owner, size_bytes = operation.owner, operation.size_bytes
             if step.loss_tokens == 0 and await off_loop(owner, size_bytes, _has_advantages, operation):
                 step = replace(step, advantage=0.0)  # the trainer gives means only of positions that train
-            if step.sampler_gap is not None:
-                self._metrics.sampler_gap.observe(step.sampler_gap)
         else:
-            assert isinstance(response, OptimStepResponse) and isinstance(operation.request, OptimStepRequest)
-            step = _of_optim_step(blank, operation.request, response)
+            assert isinstance(response, OptimStepResponse) and isinstance(work.request, OptimStepRequest)
+            step = _of_optim_step(blank, work.request, response)
         self._last.put(operation.lane, step)
-        return step
+        work.step = step
 
 
 def is_optim_step(step: Step) -> bool:

@@ -29,24 +29,12 @@ from api_schemas.weights import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from backends.protocol import EncodedBatch
 from tinker_server.models.model import Model
-from tinker_server.offload import off_loop
-from tinker_server.operations.recording import Recording, Timer
-from tinker_server.operations.sampling import Sampling
-from tinker_server.operations.training import Training
+from tinker_server.operations import sampling, training
+from tinker_server.store.futures.observers import Work
 from tinker_server.store.futures.records import Operation, Result
-from tinker_server.weights.saving import Saving
-
-
-@dataclass(frozen=True)
-class Executors:
-    """Carry the operations out and record them."""
-
-    training: Training
-    saving: Saving
-    sampling: Sampling
-    recording: Recording
+from tinker_server.weights import saving
+from tinker_server.weights.lookup import WeightStores
 
 
 @dataclass(frozen=True)
@@ -55,8 +43,8 @@ class OperationKind:
 
     name: str
     request: type[Request]
-    run: Callable[[Executors, Model, Operation, Any], Awaitable[Response]]
-    """Carries out an operation, whose decoded request comes last."""
+    run: Callable[[WeightStores, Model, Work[Any]], Awaitable[Response]]
+    """Carries out an operation."""
     protobuf_request: Callable[[bytes], Request] | None = None
     """Decodes a request that may also come as protobuf. Raises MalformedBody."""
     protobuf_result: Callable[[Any], bytes] | None = None
@@ -104,24 +92,14 @@ def _forward_request(body: bytes) -> Request:
         raise error
 
 
-def _batch(operation: Operation) -> EncodedBatch:
-    """Return the batch, which the ranks decode for themselves."""
-    assert operation.body is not None, "the body has been read"
-    return EncodedBatch(operation.body, operation.content_type)
-
-
 OPERATIONS = {
     kind.name: kind
     for kind in (
-        OperationKind(
-            "create_model",
-            CreateModelRequest,
-            lambda do, model, operation, request: do.training.create_model(model, request, operation.owner),
-        ),
+        OperationKind("create_model", CreateModelRequest, training.create_model),
         OperationKind(
             "forward_backward",
             ForwardBackwardRequest,
-            lambda do, model, operation, _: do.training.forward_backward(model, _batch(operation), backward=True),
+            training.forward_backward,
             wire.decode_forward_backward,
             wire.encode_forward_backward,
             results.forward_backward_json,
@@ -130,67 +108,26 @@ OPERATIONS = {
         OperationKind(
             "forward",
             ForwardRequest,
-            lambda do, model, operation, _: do.training.forward_backward(model, _batch(operation), backward=False),
+            training.forward_backward,
             wire.decode_forward_backward,
             wire.encode_forward_backward,
             results.forward_backward_json,
             _forward_request,
             decoded_elsewhere=True,
         ),
-        OperationKind(
-            "optim_step", OptimStepRequest, lambda do, model, _, request: do.training.optim_step(model, request)
-        ),
-        OperationKind("unload_model", UnloadModelRequest, lambda do, model, *_: do.training.unload_model(model)),
-        OperationKind(
-            "load_weights",
-            LoadWeightsRequest,
-            lambda do, model, operation, request: do.training.load_weights(model, request, operation.owner),
-        ),
-        OperationKind(
-            "save_weights", SaveWeightsRequest, lambda do, model, _, request: do.saving.save_weights(model, request)
-        ),
-        OperationKind(
-            "save_weights_for_sampler",
-            SaveWeightsForSamplerRequest,
-            lambda do, model, _, request: do.saving.save_weights_for_sampler(model, request),
-        ),
-        OperationKind(
-            "save_weights_external",
-            SaveWeightsExternalRequest,
-            lambda do, model, _, request: do.saving.save_weights_external(model, request),
-        ),
-        OperationKind(
-            "sample",
-            SampleRequest,
-            lambda do, _, operation, request: do.sampling.sample(request, operation.owner),
-            None,
-            wire.encode_sample,
-            results.sample_json,
-        ),
+        OperationKind("optim_step", OptimStepRequest, training.optim_step),
+        OperationKind("unload_model", UnloadModelRequest, training.unload_model),
+        OperationKind("load_weights", LoadWeightsRequest, training.load_weights),
+        OperationKind("save_weights", SaveWeightsRequest, saving.save_weights),
+        OperationKind("save_weights_for_sampler", SaveWeightsForSamplerRequest, saving.save_weights_for_sampler),
+        OperationKind("save_weights_external", SaveWeightsExternalRequest, saving.save_weights_external),
+        OperationKind("sample", SampleRequest, sampling.sample, None, wire.encode_sample, results.sample_json),
     )
 }
 
 
-class OperationRunner:
-    """Runs one operation to its result, once."""
-
-    def __init__(self, executors: Executors) -> None:
-        self._executors = executors
-
-    def decoded(self, operation: Operation) -> Operation:
-        """Return the operation with its decoded request. Raises ValidationError, MalformedBody."""
-        assert operation.body is not None, "the body has been read"
-        request = OPERATIONS[operation.operation_kind].decode(operation.body, operation.content_type)
-        return replace(operation, request=request)
-
-    async def run(self, operation: Operation, model: Model | None) -> Result:
-        """Raises InvalidInput, BackendFailed or a TinkerServerError; its text is for the user."""
-        kind = OPERATIONS[operation.operation_kind]
-        if operation.request is None and not kind.decoded_elsewhere:
-            operation = await off_loop(operation.owner, operation.size_bytes, self.decoded, operation)
-        timer = Timer(operation, model)
-        # A sample, which has no model, asks for none.
-        response = await kind.run(self._executors, model, operation, operation.request)  # type: ignore[arg-type]
-        step = await self._executors.recording.done(operation, response, timer)
-        result = await off_loop(operation.owner, operation.size_bytes, kind.encode, response)
-        return replace(result, step=step)
+def decode(operation: Operation) -> Operation:
+    """Return the operation with its decoded request. Raises ValidationError, MalformedBody."""
+    assert operation.body is not None, "the body has been read"
+    request = OPERATIONS[operation.operation_kind].decode(operation.body, operation.content_type)
+    return replace(operation, request=request)

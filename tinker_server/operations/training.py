@@ -1,5 +1,7 @@
 """Creates, trains, loads and unloads models; knows neither HTTP nor lanes.
 
+Each function works for a model's actor, and raises InvalidInput, BackendFailed or a TinkerServerError; texts are for
+the user.
 Lasting refusals are raised here, not at the submit: a number that was accepted is never missing.
 """
 
@@ -19,99 +21,102 @@ from api_schemas.training import (
     OptimStepRequest,
     OptimStepResponse,
     Trainable,
+    UnloadModelRequest,
     UnloadModelResponse,
 )
 from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
 from backends.protocol import BaseModelInfo, EncodedBatch, InvalidInput
-from tinker_server.auth.keys import Keys
 from tinker_server.errors import Unsupported
 from tinker_server.models.model import Model
-from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.checkpoints import parse_path
+from tinker_server.store.futures.observers import Work
 from tinker_server.store.records import Checkpoint, TrainingRun
 from tinker_server.weights.lookup import WeightStores, loadable_directory
 
 
-class Training:
-    """Works on one model at a time, for its actor. Methods raise InvalidInput, BackendFailed or a TinkerServerError;
-    texts are for the user."""
+async def forward_backward(_: WeightStores, model: Model, work: Work[None]) -> ForwardBackwardOutput:
+    """Compute log probabilities, and add the gradient of a forward_backward to the model's."""
+    operation = work.operation
+    assert operation.body is not None, "the body has been read"
+    batch = EncodedBatch(operation.body, operation.content_type)  # the ranks decode it for themselves
+    _, trainer, loaded = await model.loaded()
+    output = await trainer.forward_backward(loaded, batch, backward=operation.operation_kind == "forward_backward")
+    # Every position of every datum; images as many as they are expanded to.
+    work.used["training"] = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
+    return output
 
-    def __init__(self, keys: Keys, stores: WeightStores) -> None:
-        self._keys = keys
-        self._stores = stores
 
-    async def forward_backward(self, model: Model, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
-        """Compute log probabilities, and with `backward` add the gradient to the model's."""
+async def optim_step(_: WeightStores, model: Model, work: Work[OptimStepRequest]) -> OptimStepResponse:
+    """Apply the gradient, then clear it. A gradient that is incomplete is only cleared."""
+    request = work.request
+    _, trainer, loaded = await model.loaded()
+    if work.missing or request.optimizer_params is not None:
+        await trainer.mark_incomplete(loaded)
+    if request.optimizer_params is not None:
+        # As with every step that its user is to blame for, the gradient is cleared.
+        with contextlib.suppress(InvalidInput):
+            await trainer.optim_step(loaded, AdamParams())
+        raise Unsupported("optimizer_params is not supported: models here have adamw; send adam_params")
+    return await trainer.optim_step(loaded, request.adam_params or AdamParams())
+
+
+async def create_model(stores: WeightStores, model: Model, work: Work[CreateModelRequest]) -> CreateModelResponse:
+    """Make a fresh model."""
+    request = work.request
+    base = stores.bases.base(request.base_model).info
+    if request.lora_config is None:
+        if base.full:
+            raise Unsupported(
+                "lora_config is missing: send one; its train_attn, train_mlp and train_unembed say what trains"
+            )
+        raise Unsupported("lora_config is missing: send one; only a server with backend.full trains all weights")
+    trainable = _trainable(request.lora_config, full=base.full, train_vision=_trains_vision(request, base))
+    run = _run(request, work.operation.owner, base, trainable, request.optimizer_config)
+    work.base_model = run.base_model
+    async with stores.holdings.model(run.owner, run.model_id):
+        await model.create(run, None, with_optimizer=False)
+    return CreateModelResponse(model_id=run.model_id)
+
+
+async def unload_model(_: WeightStores, model: Model, __: Work[UnloadModelRequest]) -> UnloadModelResponse:
+    """Free the model's memory, and delete its snapshot."""
+    await model.drop()
+    return UnloadModelResponse(model_id=model.id)
+
+
+async def load_weights(stores: WeightStores, model: Model, work: Work[LoadWeightsRequest]) -> LoadWeightsResponse:
+    """Make a model of a checkpoint, or read one into a model."""
+    request, owner = work.request, work.operation.owner
+    readers = stores.keys.readers_by_seal(owner, request.weights_access_token)
+    checkpoint = await _checkpoint(stores, request.path, readers)
+    if request.base_model not in (None, checkpoint.base_model):
+        raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
+    stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
+    directory = stores.storage.path(loadable_directory(checkpoint, stores.storage))
+    if request.model_id is not None:
         run, trainer, loaded = await model.loaded()
-        output = await trainer.forward_backward(loaded, batch, backward=backward)
-        # Every position of every datum; images as many as they are expanded to.
-        tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
-        self._stores.usage.count("training", run.owner, run.session_id, run.base_model, tokens)
-        note(trained_tokens=tokens)
-        return output
+        if run.base_model != checkpoint.base_model:
+            raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {run.base_model}")
+        if run.trainable.full != checkpoint.trainable.full:
+            kinds = ("a LoRA adapter", "a model that trains all weights")
+            kind, own = kinds[checkpoint.trainable.full], kinds[run.trainable.full]
+            raise Unsupported(f"{request.path} is of {kind}, and {model.id} is {own}")
+        await trainer.load_state(loaded, directory, with_optimizer=request.optimizer)
+    else:
+        optimizer = request.optimizer_config or OptimizerConfig()
+        base = stores.bases.base(checkpoint.base_model).info
+        run = _run(request, owner, base, checkpoint.trainable, optimizer)
+        work.base_model = run.base_model
+        async with stores.holdings.model(run.owner, run.model_id):
+            await model.create(run, directory, with_optimizer=request.optimizer)
+    return LoadWeightsResponse(path=request.path, model_id=model.id)
 
-    async def optim_step(self, model: Model, request: OptimStepRequest) -> OptimStepResponse:
-        """Apply the gradient, then clear it."""
-        _, trainer, loaded = await model.loaded()
-        if request.optimizer_params is not None:
-            # As with every step that its user is to blame for, the gradient is cleared.
-            await trainer.mark_incomplete(loaded)
-            with contextlib.suppress(InvalidInput):
-                await trainer.optim_step(loaded, AdamParams())
-            raise Unsupported("optimizer_params is not supported: models here have adamw; send adam_params")
-        return await trainer.optim_step(loaded, request.adam_params or AdamParams())
 
-    async def create_model(self, model: Model, request: CreateModelRequest, owner: str) -> CreateModelResponse:
-        """Make a fresh model."""
-        base = self._stores.bases.base(request.base_model).info
-        if request.lora_config is None:
-            if base.full:
-                raise Unsupported(
-                    "lora_config is missing: send one; its train_attn, train_mlp and train_unembed say what trains"
-                )
-            raise Unsupported("lora_config is missing: send one; only a server with backend.full trains all weights")
-        trainable = _trainable(request.lora_config, full=base.full, train_vision=_trains_vision(request, base))
-        run = _run(request, owner, base, trainable, request.optimizer_config)
-        async with self._stores.holdings.model(run.owner, run.model_id):
-            await model.create(run, None, with_optimizer=False)
-        return CreateModelResponse(model_id=run.model_id)
-
-    async def unload_model(self, model: Model) -> UnloadModelResponse:
-        """Free the model's memory, and delete its snapshot."""
-        await model.drop()
-        return UnloadModelResponse(model_id=model.id)
-
-    async def load_weights(self, model: Model, request: LoadWeightsRequest, owner: str) -> LoadWeightsResponse:
-        """Make a model of a checkpoint, or read one into a model."""
-        checkpoint = await self._checkpoint(
-            request.path, self._keys.readers_by_seal(owner, request.weights_access_token)
-        )
-        if request.base_model not in (None, checkpoint.base_model):
-            raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
-        self._stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
-        directory = self._stores.storage.path(loadable_directory(checkpoint, self._stores.storage))
-        if request.model_id is not None:
-            run, trainer, loaded = await model.loaded()
-            if run.base_model != checkpoint.base_model:
-                raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {run.base_model}")
-            if run.trainable.full != checkpoint.trainable.full:
-                kinds = ("a LoRA adapter", "a model that trains all weights")
-                kind, own = kinds[checkpoint.trainable.full], kinds[run.trainable.full]
-                raise Unsupported(f"{request.path} is of {kind}, and {model.id} is {own}")
-            await trainer.load_state(loaded, directory, with_optimizer=request.optimizer)
-        else:
-            optimizer = request.optimizer_config or OptimizerConfig()
-            base = self._stores.bases.base(checkpoint.base_model).info
-            run = _run(request, owner, base, checkpoint.trainable, optimizer)
-            async with self._stores.holdings.model(run.owner, run.model_id):
-                await model.create(run, directory, with_optimizer=request.optimizer)
-        return LoadWeightsResponse(path=request.path, model_id=model.id)
-
-    async def _checkpoint(self, path: str, readers: Set[str]) -> Checkpoint:
-        parsed = parse_path(path)
-        if parsed.kind == "sampler_weights":
-            raise Unsupported(f"{path} cannot be trained on; take a tinker://<run>/weights/<name> (save_state)")
-        return await self._stores.checkpoints.require_readable(parsed, readers, time.time())
+async def _checkpoint(stores: WeightStores, path: str, readers: Set[str]) -> Checkpoint:
+    parsed = parse_path(path)
+    if parsed.kind == "sampler_weights":
+        raise Unsupported(f"{path} cannot be trained on; take a tinker://<run>/weights/<name> (save_state)")
+    return await stores.checkpoints.require_readable(parsed, readers, time.time())
 
 
 def _trains_vision(request: CreateModelRequest, base: BaseModelInfo) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 R = TypeVar("R")
+NO_SESSION = ""
+"""The session_id of samples outside any session."""
+UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpoint"]
 
 
 @dataclass(frozen=True, kw_only=True)

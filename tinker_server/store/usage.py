@@ -3,20 +3,19 @@
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 from typing import cast as typed
 
 from sqlalchemy import Table, Text, cast, func, select, tuple_
 
 from tinker_server.store.database import Database
+from tinker_server.store.futures.observers import Work
+from tinker_server.store.records import UsageKind
 from tinker_server.store.tables import SessionRow, UsageRow
 
 USAGE = typed(Table, UsageRow.__table__)
 KEY = ("hour", "kind", "owner", "session_id", "base_model")
 HOUR_S = 3600
-NO_SESSION = ""
-"""The session_id of samples outside any session."""
-UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpoint"]
 AT_ONCE = 1000
 """Amounts of a page: the event loop takes them from the database in a few milliseconds."""
 
@@ -56,6 +55,11 @@ class UsageStore:
         if amount:
             self.totals[kind, base_model] += amount
             self._unwritten[time.time() // HOUR_S * HOUR_S, kind, owner, session_id, base_model] += amount
+
+    async def on_success(self, work: Work[Any]) -> None:
+        """Count what an operation used."""
+        for kind, amount in work.used.items():
+            self.count(kind, work.operation.owner, work.session_id, work.base_model, amount)
 
     async def save(self) -> None:
         """Write the amounts that were counted since the last call."""

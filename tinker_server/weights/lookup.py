@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backends.protocol import ADAPTER_FILE
+from tinker_server.auth.keys import Keys
 from tinker_server.errors import BadRequest
 from tinker_server.models.base_models import BaseModels
+from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
@@ -19,7 +21,7 @@ from tinker_server.weights.export import PEFT
 
 @dataclass(frozen=True)
 class WeightStores:
-    """The stores that training, saving, sampling and chats share."""
+    """The stores that the functions of operations and chats share."""
 
     bases: BaseModels
     checkpoints: CheckpointStore
@@ -27,6 +29,8 @@ class WeightStores:
     storage: Storage
     usage: UsageStore
     holdings: Holdings
+    keys: Keys
+    audit: AuditStore
 
 
 class FoundWeights(NamedTuple):

@@ -1,4 +1,7 @@
-"""Saving of a model's weights: for training, for sampling (also directly into a sampling session), or for export."""
+"""Saving of a model's weights: for training, for sampling (also directly into a sampling session), or for export.
+
+Directories are written first and then recorded, so that a recorded checkpoint is whole.
+"""
 
 import contextlib
 import time
@@ -22,7 +25,7 @@ from backends.protocol import SavedForm
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
 from tinker_server.models.model import Model
 from tinker_server.offload import on_files
-from tinker_server.store.audit import AuditStore
+from tinker_server.store.futures.observers import Work
 from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
 from tinker_server.weights import export
 from tinker_server.weights.encryption import Recipient, encrypt_files, parse_recipients
@@ -37,136 +40,138 @@ def check_ttl(ttl_s: int | None) -> None:
         raise BadRequest(f"ttl_seconds {ttl_s} is not between {MIN_TTL_S} and {MAX_TTL_S}")
 
 
-class Saving:
-    """Writes directories first and then records them, so that a recorded checkpoint is whole."""
+async def save_weights(stores: WeightStores, model: Model, work: Work[SaveWeightsRequest]) -> SaveWeightsResponse:
+    """Save a training checkpoint."""
+    saved = await _save(stores, "weights", model, work)
+    return SaveWeightsResponse(path=saved.tinker_path)
 
-    def __init__(self, stores: WeightStores, audit: AuditStore) -> None:
-        self._stores = stores
-        self._audit = audit
 
-    async def save_weights(self, model: Model, request: SaveWeightsRequest) -> SaveWeightsResponse:
-        """Save a training checkpoint."""
-        saved = await self._save("weights", model, request)
-        return SaveWeightsResponse(path=saved.tinker_path)
+async def save_weights_for_sampler(
+    stores: WeightStores, model: Model, work: Work[SaveWeightsForSamplerRequest]
+) -> SaveWeightsForSamplerResponse:
+    """Save sampler weights under a name, or as a new sampling session on weights without a name."""
+    request = work.request
+    if request.kind == "inflight" and request.path is not None:
+        raise Unsupported("kind 'inflight' is for a sampling session; weights with a name are of kind 'snapshot'")
+    if (request.path is None) == (request.sampling_session_seq_id is None):
+        raise Unsupported("give either path (a name) or sampling_session_seq_id (a new sampling session)")
+    if request.path is not None:
+        saved = await _save(stores, "sampler_weights", model, work)
+        return SaveWeightsForSamplerResponse(path=saved.tinker_path)
+    if request.ttl_seconds is not None or request.user_metadata is not None:
+        raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
+    if (made := await _made_before(stores, request)) is not None:
+        return SaveWeightsForSamplerResponse(sampling_session_id=made)
+    async with stores.storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
+        run, trainer, loaded = await model.loaded()
+        await stores.holdings.require_room(run.owner)
+        await trainer.save(loaded, stores.storage.path(directory), "sampler")
+        async with stores.holdings.weights(run.owner, directory) as size_bytes:
+            await _publish(stores, run, directory)
+            session_id = ids.sampling_session_id(run.session_id, request.sampling_session_seq_id or 0)
+            name = await _sampling_session(stores, run, session_id, directory, size_bytes)
+    if request.kind == "inflight":
+        await _supersede(stores, directory)
+    return SaveWeightsForSamplerResponse(sampling_session_id=name)
 
-    async def save_weights_for_sampler(
-        self, model: Model, request: SaveWeightsForSamplerRequest
-    ) -> SaveWeightsForSamplerResponse:
-        """Save sampler weights under a name, or as a new sampling session on weights without a name."""
-        if request.kind == "inflight" and request.path is not None:
-            raise Unsupported("kind 'inflight' is for a sampling session; weights with a name are of kind 'snapshot'")
-        if (request.path is None) == (request.sampling_session_seq_id is None):
-            raise Unsupported("give either path (a name) or sampling_session_seq_id (a new sampling session)")
-        if request.path is not None:
-            saved = await self._save("sampler_weights", model, request)
-            return SaveWeightsForSamplerResponse(path=saved.tinker_path)
-        if request.ttl_seconds is not None or request.user_metadata is not None:
-            raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
-        if (made := await self._made_before(request)) is not None:
-            return SaveWeightsForSamplerResponse(sampling_session_id=made)
-        async with self._stores.storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
-            run, trainer, loaded = await model.loaded()
-            await self._stores.holdings.require_room(run.owner)
-            await trainer.save(loaded, self._stores.storage.path(directory), "sampler")
-            async with self._stores.holdings.weights(run.owner, directory) as size_bytes:
-                await self._publish(run, directory)
-                session_id = ids.sampling_session_id(run.session_id, request.sampling_session_seq_id or 0)
-                name = await self._sampling_session(run, session_id, directory, size_bytes)
-        if request.kind == "inflight":
-            await self._supersede(directory)
-        return SaveWeightsForSamplerResponse(sampling_session_id=name)
 
-    async def _made_before(self, request: SaveWeightsForSamplerRequest) -> str | None:
-        """Return the sampling session of this same operation, if an earlier server made it but stored no answer."""
-        session_id = request.model_id.partition(":train:")[0]
-        name = ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)
-        with contextlib.suppress(UnknownSampler):
-            known = await self._stores.samplers.get(name)
-            if (known.directory or "").startswith(f"checkpoints/{request.model_id}/{request.kind}/{request.seq_id}~"):
-                return name
-        return None
+async def _made_before(stores: WeightStores, request: SaveWeightsForSamplerRequest) -> str | None:
+    """Return the sampling session of this same operation, if an earlier server made it but stored no answer."""
+    session_id = request.model_id.partition(":train:")[0]
+    name = ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)
+    with contextlib.suppress(UnknownSampler):
+        known = await stores.samplers.get(name)
+        if (known.directory or "").startswith(f"checkpoints/{request.model_id}/{request.kind}/{request.seq_id}~"):
+            return name
+    return None
 
-    async def _publish(self, run: TrainingRun, directory: str) -> None:
-        """Have the sampler load the weights. If it does not score them as the trainer does, the save fails."""
-        await self._stores.bases.base(run.base_model).sampler.publish(self._stores.storage.path(directory), run.owner)
 
-    async def _sampling_session(
-        self, run: TrainingRun, sampling_session_id: str, directory: str, size_bytes: int
-    ) -> str:
-        sampler = SamplingSession(
-            sampling_session_id=sampling_session_id,
-            owner=run.owner,
-            session_id=run.session_id,
-            base_model=run.base_model,
-            base_fingerprint=run.base_fingerprint,
-            directory=directory,
-            size_bytes=size_bytes,
-            created_at=time.time(),
-        )
-        return await self._stores.samplers.create(sampler)
+async def _publish(stores: WeightStores, run: TrainingRun, directory: str) -> None:
+    """Have the sampler load the weights. If it does not score them as the trainer does, the save fails."""
+    await stores.bases.base(run.base_model).sampler.publish(stores.storage.path(directory), run.owner)
 
-    async def _supersede(self, directory: str) -> None:
-        """Have all inflight sampling sessions of a model sample from its newest weights."""
-        folder = f"{directory.rpartition('/')[0]}/"
-        left = await self._stores.samplers.repoint(folder, directory)
-        # A sample that has just begun may still be reading the weights it began with, but not the ones before.
-        await self._stores.storage.delete_unreferenced_in(folder, left)
 
-    async def save_weights_external(
-        self, model: Model, request: SaveWeightsExternalRequest
-    ) -> SaveWeightsExternalResponse:
-        """Save the adapter, or the whole model, as files for other programs."""
-        texts = request.age_encryption_recipients
-        recipients = [] if texts is None else parse_recipients(texts)
-        saved = await self._save("external_weights", model, request, recipients)
-        return SaveWeightsExternalResponse(path=saved.tinker_path, size_bytes=saved.size_bytes)
+async def _sampling_session(
+    stores: WeightStores, run: TrainingRun, sampling_session_id: str, directory: str, size_bytes: int
+) -> str:
+    sampler = SamplingSession(
+        sampling_session_id=sampling_session_id,
+        owner=run.owner,
+        session_id=run.session_id,
+        base_model=run.base_model,
+        base_fingerprint=run.base_fingerprint,
+        directory=directory,
+        size_bytes=size_bytes,
+        created_at=time.time(),
+    )
+    return await stores.samplers.create(sampler)
 
-    async def _save(
-        self,
-        kind: Kind,
-        model: Model,
-        request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
-        recipients: Sequence[Recipient] = (),
-    ) -> Checkpoint:
-        """Save and record weights under a name. The trainer is held only while it writes."""
-        try:
-            path = TinkerPath(model.id, kind, check_name(request.path or ""))
-        except ValueError as error:
-            raise Unsupported(str(error)) from None
-        now = time.time()
-        check_ttl(request.ttl_seconds)
-        first = await self._stores.checkpoints.find(path)
-        if first is not None and first.saved_as == request.seq_id:
-            return first  # saved by this same operation, whose answer an earlier server did not store
-        if first is not None and not request.overwrite and not first.has_expired(now):
-            raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
-        replaced = None if first is None else first.directory
-        async with self._stores.storage.writing(path.run_id, path.kind, path.name) as directory:
-            run, trainer, loaded = await model.loaded()
-            await self._stores.holdings.require_room(run.owner, replaced=replaced)
-            if kind == "external_weights":
-                target = self._stores.storage.path(directory)
-                await trainer.save(loaded, target if run.trainable.full else target / export.PEFT, "export")
-                await _finish_export(run, target, recipients)
-            else:
-                form: SavedForm = "state" if kind == "weights" else "export"
-                await trainer.save(loaded, self._stores.storage.path(directory), form)
-            async with self._stores.holdings.weights(run.owner, directory, replaced) as size_bytes:
-                await self._stores.storage.flush(directory)
-                if kind == "sampler_weights":
-                    await self._publish(run, directory)
-                checkpoint = replace(
-                    Checkpoint.of_run(run, path, directory, size_bytes, now),
-                    user_metadata=request.user_metadata,
-                    expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
-                    saved_as=request.seq_id,
-                )
-                await self._stores.checkpoints.put(checkpoint)
-        self._stores.usage.count("checkpoint", run.owner, run.session_id, run.base_model, 1)
-        await self._audit.note("checkpoint_saved", run.owner, model_id=run.model_id, tinker_path=str(path))
-        if first is not None:
-            await self._stores.storage.delete(first.directory)
-        return checkpoint
+
+async def _supersede(stores: WeightStores, directory: str) -> None:
+    """Have all inflight sampling sessions of a model sample from its newest weights."""
+    folder = f"{directory.rpartition('/')[0]}/"
+    left = await stores.samplers.repoint(folder, directory)
+    # A sample that has just begun may still be reading the weights it began with, but not the ones before.
+    await stores.storage.delete_unreferenced_in(folder, left)
+
+
+async def save_weights_external(
+    stores: WeightStores, model: Model, work: Work[SaveWeightsExternalRequest]
+) -> SaveWeightsExternalResponse:
+    """Save the adapter, or the whole model, as files for other programs."""
+    texts = work.request.age_encryption_recipients
+    recipients = [] if texts is None else parse_recipients(texts)
+    saved = await _save(stores, "external_weights", model, work, recipients)
+    return SaveWeightsExternalResponse(path=saved.tinker_path, size_bytes=saved.size_bytes)
+
+
+async def _save(
+    stores: WeightStores,
+    kind: Kind,
+    model: Model,
+    work: Work[SaveWeightsRequest] | Work[SaveWeightsForSamplerRequest] | Work[SaveWeightsExternalRequest],
+    recipients: Sequence[Recipient] = (),
+) -> Checkpoint:
+    """Save and record weights under a name. The trainer is held only while it writes."""
+    request = work.request
+    try:
+        path = TinkerPath(model.id, kind, check_name(request.path or ""))
+    except ValueError as error:
+        raise Unsupported(str(error)) from None
+    now = time.time()
+    check_ttl(request.ttl_seconds)
+    first = await stores.checkpoints.find(path)
+    if first is not None and first.saved_as == request.seq_id:
+        return first  # saved by this same operation, whose answer an earlier server did not store
+    if first is not None and not request.overwrite and not first.has_expired(now):
+        raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
+    replaced = None if first is None else first.directory
+    async with stores.storage.writing(path.run_id, path.kind, path.name) as directory:
+        run, trainer, loaded = await model.loaded()
+        await stores.holdings.require_room(run.owner, replaced=replaced)
+        if kind == "external_weights":
+            target = stores.storage.path(directory)
+            await trainer.save(loaded, target if run.trainable.full else target / export.PEFT, "export")
+            await _finish_export(run, target, recipients)
+        else:
+            form: SavedForm = "state" if kind == "weights" else "export"
+            await trainer.save(loaded, stores.storage.path(directory), form)
+        async with stores.holdings.weights(run.owner, directory, replaced) as size_bytes:
+            await stores.storage.flush(directory)
+            if kind == "sampler_weights":
+                await _publish(stores, run, directory)
+            checkpoint = replace(
+                Checkpoint.of_run(run, path, directory, size_bytes, now),
+                user_metadata=request.user_metadata,
+                expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+                saved_as=request.seq_id,
+            )
+            await stores.checkpoints.put(checkpoint)
+    work.used["checkpoint"] = 1
+    await stores.audit.note("checkpoint_saved", run.owner, model_id=run.model_id, tinker_path=str(path))
+    if first is not None:
+        await stores.storage.delete(first.directory)
+    return checkpoint
 
 
 async def _finish_export(run: TrainingRun, directory: Path, recipients: Sequence[Recipient]) -> None:

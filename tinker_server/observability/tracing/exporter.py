@@ -44,12 +44,12 @@ class Exporter:
             self._providers.append(provider)
             self._tracers[service] = provider.get_tracer("tinker_server")
 
-    def begin(self, operation: Operation, request_id: str) -> Trace:
-        """Begin the trace of an operation that was accepted under this id."""
+    def begin(self, operation: Operation) -> Trace:
+        """Begin the trace of an operation that was accepted."""
         accepted_ns = round(operation.accepted_at * 1e9)
         parent = TraceContextTextMapPropagator().extract({"traceparent": operation.traceparent}, Context())
-        attributes = _attributes(operation, request_id)
-        with self._ids.derived_from(request_id):
+        attributes = _attributes(operation)
+        with self._ids.derived_from(operation.request_id):
             root = self._tracers["server"].start_span(
                 operation.operation_kind, parent, SpanKind.SERVER, attributes, start_time=accepted_ns
             )
@@ -71,11 +71,11 @@ class Exporter:
             provider.shutdown()
 
 
-def _attributes(operation: Operation, request_id: str) -> dict[str, str | int]:
+def _attributes(operation: Operation) -> dict[str, str | int]:
     lane_name = "sampling_session_id" if operation.operation_kind == "sample" else "model_id"
     attributes: dict[str, str | int] = {
         "tinker.operation": operation.operation_kind,
-        "tinker.request_id": request_id,
+        "tinker.request_id": operation.request_id,
         f"tinker.{lane_name}": operation.lane.removesuffix(UNLOAD_SUFFIX),
         "tinker.seq_id": operation.seq_id,
         "tinker.owner": operation.owner,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from tinker_server.errors import BadRequest, DatabaseUnavailable, ResultTooLarge
 from tinker_server.store.futures.batch_writer import BatchWriter
+from tinker_server.store.futures.observers import Observers, notify
 from tinker_server.store.futures.records import Accepted, Operation, Result
 from tinker_server.store.futures.rows import First, FutureRows
 
@@ -50,13 +51,12 @@ class FutureQueue:
         rows: FutureRows,
         clock: Callable[[], float],
         max_result_bytes: int,
-        on_stored: Callable[[str, Result], None],
+        observers: Observers,
     ) -> None:
-        """`on_stored` is called for each result that was stored."""
         self._rows = rows
         self._clock = clock
         self._max_result_bytes = max_result_bytes
-        self._on_stored = on_stored
+        self._observers = observers
         self._unfinished: dict[str, Unfinished] = {}
         self._released = asyncio.Event()
         """Set when the server stops, and no poll waits any more."""
@@ -77,6 +77,7 @@ class FutureQueue:
         left = await self._rows.queued()
         for operation in left:
             self._add(operation)
+            notify(self._observers.accepted, operation)
         self.last_position = await self._rows.last_position()
         # Results from here on are later than those of earlier servers, whatever the clock says.
         self._last_finished_us = round(await self._rows.last_finished_at() * 1e6)
@@ -106,6 +107,8 @@ class FutureQueue:
         finally:
             if first is None or first.request_id != operation.request_id:
                 self._remove(operation.request_id)
+        if first.is_new:
+            notify(self._observers.accepted, replace(operation, request_id=first.request_id))
         return first
 
     def complete(self, request_id: str, result: Result, *, logged: bool = False) -> Result:
@@ -133,6 +136,7 @@ class FutureQueue:
             owner=operation.owner,
             position=self.last_position if logged else None,
         )
+        notify(self._observers.ended, request_id, operation.result)
         self._results.put((request_id, operation.result))
         return operation.result
 
@@ -261,7 +265,7 @@ class FutureQueue:
         for request_id, result in stamped:
             self.stored_bytes[result.owner] += len(result.body)
             self._remove(request_id)
-            self._on_stored(request_id, result)
+            notify(self._observers.stored, request_id, result)
 
     def _stamp(self, result: Result) -> Result:
         """Set the microsecond it finished in, later than all before: cursors of completion logs are made of it."""

@@ -1,14 +1,16 @@
 """An operation as it is accepted, and its result as it is stored and sent."""
 
+import logging
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from api_schemas.base import Request
-from tinker_server.errors import failure
+from tinker_server.errors import failure, shortened
 from tinker_server.store.records import Step
 
+log = logging.getLogger(__name__)
 UNLOAD_SUFFIX = ":unload"
 """Suffix of the lane that holds a model's unload_model, as number 0: it follows whatever the model has queued."""
 
@@ -56,6 +58,10 @@ class Operation:
     traceparent: str = field(default="", compare=False, repr=False)
     """The trace it belongs to, as its client sent it (W3C Trace Context). It is not stored."""
 
+    def __str__(self) -> str:
+        """Return its name in log lines."""
+        return f"{self.operation_kind} {self.seq_id} of {self.lane}"
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -102,3 +108,9 @@ class Result:
         """Return the answer of an operation that failed with this error."""
         said = failure(error)
         return cls(said.model_dump_json().encode(), "application/json", True, said.category)
+
+    @classmethod
+    def of_failure(cls, operation: Operation, error: Exception) -> "Result":
+        """Log that an operation failed, and return its result."""
+        log.info("%s failed: %s", operation, shortened(str(error)))
+        return cls.of_error(error)

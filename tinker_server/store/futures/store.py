@@ -15,6 +15,7 @@ from tinker_server.store.database import Database
 from tinker_server.store.futures.batch_writer import BatchWriter
 from tinker_server.store.futures.fetched import RESENT_S, FetchedResults, Sent
 from tinker_server.store.futures.notifications import Changes, Completions
+from tinker_server.store.futures.observers import Observers
 from tinker_server.store.futures.queue import FutureQueue
 from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.replay_log import Entry
@@ -43,16 +44,17 @@ class FutureStore:
         recent_bytes: int,
         clock: Callable[[], float] = time.time,
         max_result_bytes: int = MAX_RESULT_BYTES,
-        on_stored: Callable[[str], None] = lambda request_id: None,
+        observers: Observers | None = None,
     ) -> None:
-        """`recent_bytes`: results cached in memory. `on_stored` is called with the request_id of each stored result."""
+        """`recent_bytes`: results cached in memory."""
+        observers = observers or Observers()
+        observers.stored.insert(0, self._stored)
         self.rows = FutureRows(db)
-        self.queue = FutureQueue(self.rows, clock, max_result_bytes, self._stored)
+        self.queue = FutureQueue(self.rows, clock, max_result_bytes, observers)
         self.fetched = FetchedResults(db)
         self.completions = Completions(self.rows.completions)
         self.changes = Changes()
         """Notifications of stored results."""
-        self._on_stored = on_stored
         self._clock = clock
         self._recent: LRU[str, Result] = LRU(recent_bytes, lambda result: len(result.body))
         self._announced: set[str] = set()
@@ -167,7 +169,6 @@ class FutureStore:
         self._recent.put(request_id, result)
         self.changes.note(result.owner)
         self.completions.note(request_id, result)
-        self._on_stored(request_id)
 
     async def _load(self, request_id: str, owner: str) -> Result | None:
         row = await self.rows.outcome(request_id, owner)

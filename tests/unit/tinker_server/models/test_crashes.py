@@ -17,10 +17,10 @@ from tests.submitting import Client, server
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.settings import Settings
 from tinker_server.store.checkpoints import parse_path
-from tinker_server.store.futures.records import Result
 from tinker_server.store.futures.rows import FutureRows
-from tinker_server.store.records import TrainingRun
+from tinker_server.store.records import SamplingSession, TrainingRun
 from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore
 
 
 def crash(data_dir: Path) -> Path:
@@ -296,17 +296,16 @@ async def test_a_first_sample_runs_again_where_the_database_was_away(
 ) -> None:
     """Number 0 of a model's lane is its creation, which may have changed something. A sample has changed nothing."""
     async with server_with_model(tmp_path / "data") as client:
-        sampling, refusals = client.services.scheduler._execution._runner, 1
-        run = sampling.run
+        refusals, get = 1, SamplerStore.get
 
-        async def refuse_one(*of: Any) -> Result:
+        async def refuse_one(self: SamplerStore, sampling_session_id: str) -> SamplingSession:
             nonlocal refusals
             if refusals:
                 refusals -= 1
                 raise DatabaseUnavailable("the database does not answer")
-            return await run(*of)
+            return await get(self, sampling_session_id)
 
-        monkeypatch.setattr(sampling, "run", refuse_one)
+        monkeypatch.setattr(SamplerStore, "get", refuse_one)
         assert not (await client.result(await client.sample(0))).failed
         assert refusals == 0
 

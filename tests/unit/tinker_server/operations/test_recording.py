@@ -1,5 +1,6 @@
 """Times that operations waited and ran, and metrics of tokens and GPUs."""
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -15,69 +16,75 @@ from backends.configure.gpus import read_gpus
 from backends.inputs.detokenize import TokenTexts
 from backends.protocol import EncodedBatch
 from tests.factories import batch, prompt, words
+from tests.submitting import server
 from tinker_server.dashboard.hints import hints
 from tinker_server.embedded import DIRECTORIES, TINY_VL
-from tinker_server.observability.metrics import Metrics
-from tinker_server.operations.recording import Recording, Timer
+from tinker_server.operations.recording import Recording
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.database import Database
+from tinker_server.store.futures.observers import Work
 from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import Step
 from tinker_server.store.steps import StepStore
 
 
-class Working:
-    """A model, as far as it says how long its trainer has worked for it."""
-
-    def __init__(self) -> None:
-        self.worked_s = 5.0
-
-
-def timer_of(work: Operation, model: Working) -> Timer:
-    return Timer(work, model)  # type: ignore[arg-type] # it reads no more of a model
-
-
 def operation(kind: str, seq_id: int = 1, accepted_s_ago: float = 10) -> Operation:
     return Operation(kind, "m", seq_id, b"", "application/json", "alice", accepted_at=time.time() - accepted_s_ago)
 
 
-def test_what_the_trainer_did_not_work_for_it_an_operation_has_waited() -> None:
-    model = Working()
-    timer = timer_of(operation("forward_backward"), model)
-    time.sleep(0.05)
-    model.worked_s += 0.02
-    timing = timer.read()
-    assert timing.run_s == pytest.approx(0.02)
-    assert timing.waited_s >= 10 + 0.05 - 0.02
+async def recorded(db: Database, operation: Operation, output: ForwardBackwardOutput) -> Step:
+    work: Work[None] = Work(operation, None, response=output)
+    await Recording(StepStore(db)).on_success(work)
+    assert work.step is not None
+    return work.step
+
+
+async def test_what_the_trainer_did_not_work_for_it_an_operation_has_waited(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        handle = client.services.scheduler.actor(client.model_id).model.handle
+        client.trainer.gates["hold"].clear()
+        request_id = await client.forward_backward(1, "hold")
+        await asyncio.sleep(0.05)
+        handle.worked_s += 0.02
+        client.trainer.gates["hold"].set()
+        step = (await client.result(request_id)).step
+    assert step is not None
+    assert step.run_s == pytest.approx(0.02)
+    assert step.waited_s >= 0.05 - 0.02
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
-def test_a_save_runs_for_as_long_as_it_takes() -> None:
-    model = Working()
-    timer = timer_of(operation("save_weights"), model)
-    model.worked_s += 0.001
-    time.sleep(0.02)
-    timing = timer.read()
-    assert timing.run_s >= 0.02 and 10 <= timing.waited_s < 11
+async def test_an_operation_runs_for_as_long_as_it_takes_where_no_work_of_the_trainer_was_counted(
+    tmp_path: Path,
+) -> None:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        client.trainer.gates["hold"].clear()
+        request_id = await client.forward_backward(1, "hold")
+        await asyncio.sleep(0.05)
+        client.trainer.gates["hold"].set()
+        step = (await client.result(request_id)).step
+    assert step is not None
+    assert step.run_s >= 0.04 and step.waited_s < 0.5
 
 
-async def test_what_cannot_be_recorded_costs_no_result(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_recorded_costs_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(StepStore, "last", None)
-    recording = Recording(StepStore(db), Metrics())
-    output = ForwardBackwardOutput(loss_fn_outputs=[], metrics={"loss:sum": 1.0})
-    work = operation("forward_backward")
-    assert await recording.done(work, output, timer_of(work, Working())) is None
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        result = await client.result(await client.forward_backward(1))
+    assert not result.failed and result.step is None
+    assert f"forward_backward 1 of {client.model_id} is not recorded" in caplog.text
 
 
 async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
-    recording = Recording(StepStore(db), Metrics())
     metrics = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
-    work = operation("forward_backward")
-    step = await recording.done(
-        work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=metrics), timer_of(work, Working())
-    )
-    assert step is not None
+    output = ForwardBackwardOutput(loss_fn_outputs=[], metrics=metrics)
+    step = await recorded(db, operation("forward_backward"), output)
     assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)
 
 
@@ -102,8 +109,7 @@ async def test_a_first_batch_without_any_advantage_names_the_constant_reward(
     output = ForwardBackwardOutput(
         loss_fn_outputs=[{"logprobs": np.zeros(2, np.float32)}], metrics={"loss:sum": 0.0, "tokens:sum": 0.0}
     )
-    step = await Recording(StepStore(db), Metrics()).done(work, output, timer_of(work, Working()))
-    assert step is not None
+    step = await recorded(db, work, output)
     (said,) = hints([step])
     assert cause in said
 

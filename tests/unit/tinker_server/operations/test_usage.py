@@ -10,12 +10,16 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from backends.protocol import SamplingTask
 from tests.fakes import FakeBackend
+from tinker_server.accounts import Records
+from tinker_server.auth.keys import Keys
 from tinker_server.models.base_models import BaseModels
-from tinker_server.observability.recent_samples import Gallery
-from tinker_server.operations.sampling import Sampling
+from tinker_server.operations import sampling
+from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
+from tinker_server.store.futures.observers import Work
+from tinker_server.store.futures.records import Operation
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.usage import UsageStore
@@ -43,8 +47,8 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
 
     backend.tiny.sampler.sample = sample  # type: ignore[method-assign]
     holdings, bases = Holdings(db, storage, 1000, 1), BaseModels(backend.models)
-    stores = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, usage, holdings)
-    sampling = Sampling(stores, Gallery(10))
+    keys, audit = Keys(tmp_path / "keys"), AuditStore(db, Records())
+    stores = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, usage, holdings, keys, audit)
     image = ImageChunk(data=b"x", format="png", expected_tokens=expected_tokens)
     request = SampleRequest(
         base_model="tiny",  # of no session, and counted all the same
@@ -52,7 +56,9 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
         num_samples=3,
         sampling_params=SamplingParams(max_tokens=2),
     )
-    await sampling.sample(request, "alice")
+    work = Work(Operation("sample", "direct", 0, b"", "application/json", "alice"), request)
+    await sampling.sample(stores, None, work)
+    await usage.on_success(work)
     assert await amounts(usage, "alice") == {"prefill": 3 + 2 * IMAGE_TOKENS - 6, "cached_prefill": 6, "sampled": 6}
     assert await amounts(usage, "bob") == {}
     (any_,) = {one.session_id async for page in usage.between("alice", 0, time.time() + 1) for one in page}

@@ -15,8 +15,9 @@ from tests.killing import run_script
 from tinker_server.store.catalog import Catalog, Page, Scope
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
+from tinker_server.store.records import NO_SESSION
 from tinker_server.store.runs import RunStore
-from tinker_server.store.usage import NO_SESSION, UsageStore
+from tinker_server.store.usage import UsageStore
 
 FLAGS = list(itertools.product([True, False], repeat=3))
 SEEDS = [0, 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 7, 8]

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import pytest
 
@@ -18,6 +18,7 @@ from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
 from backends.protocol import LoadedModel, SavedForm
 from tests.fakes import FakeBackend
 from tinker_server.accounts import Records
+from tinker_server.auth.keys import Keys
 from tinker_server.errors import DatabaseUnavailable, SessionFinished
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Model, ModelStores, SnapshotLimits, Snapshots
@@ -26,6 +27,8 @@ from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
+from tinker_server.store.futures.observers import Work
+from tinker_server.store.futures.records import Operation
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.records import TrainingRun, held_bytes
@@ -33,10 +36,12 @@ from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.usage import UsageStore
+from tinker_server.weights import saving
 from tinker_server.weights.lookup import WeightStores
-from tinker_server.weights.saving import Saving
 
 OWNER = "alice"
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -50,7 +55,7 @@ class House:
     runs: RunStore
     storage: Storage
     stores: ModelStores
-    saving: Saving
+    weights: WeightStores
     model_id: str = ""
     model: Model = field(init=False)
 
@@ -81,9 +86,26 @@ def build(data_dir: Path, backend: FakeBackend) -> House:
     bases, replay = BaseModels(backend.models), LogReplay(futures, CheckpointStore(db), storage)
     stores = ModelStores(bases, runs, futures, storage, replay, Snapshots(SnapshotLimits(600, 1 << 20, 600, 600, 600)))
     holdings = Holdings(db, storage, 1000, 1)
-    weights = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), holdings)
-    saving = Saving(weights, AuditStore(db, Records()))
-    return House(data_dir, db, backend, SessionStore(db), runs, storage, stores, saving)
+    keys, audit = Keys(data_dir / "keys"), AuditStore(db, Records())
+    weights = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), holdings, keys, audit)
+    return House(data_dir, db, backend, SessionStore(db), runs, storage, stores, weights)
+
+
+async def save(house: House, seq_id: int, path: str) -> str:
+    """Save a checkpoint under a name, and return its path."""
+    request = SaveWeightsRequest(model_id=house.model_id, seq_id=seq_id, path=path)
+    return (await saving.save_weights(house.weights, house.model, work(house, request))).path
+
+
+async def save_unnamed(house: House, seq_id: int, session_seq_id: int, kind: Literal["snapshot", "inflight"]) -> None:
+    request = SaveWeightsForSamplerRequest(
+        model_id=house.model_id, seq_id=seq_id, sampling_session_seq_id=session_seq_id, kind=kind
+    )
+    await saving.save_weights_for_sampler(house.weights, house.model, work(house, request))
+
+
+def work(house: House, request: R) -> Work[R]:
+    return Work(Operation("save_weights", house.model_id, 1, b"", "application/json", OWNER), request)
 
 
 @pytest.fixture
@@ -167,30 +189,25 @@ async def test_a_short_lock_does_not_fail_a_save(house: House) -> None:
     with contextlib.ExitStack() as lock:
         lock.enter_context(house.locked())
         asyncio.get_running_loop().call_later(0.2, lock.close)
-        saved = await house.saving.save_weights(
-            house.model, SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a")
-        )
-    assert saved.path.endswith("/weights/a") and house.files() == ["a"]
+        saved = await save(house, 1, "a")
+    assert saved.endswith("/weights/a") and house.files() == ["a"]
 
 
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named: bool) -> None:
     trainer, lock = house.backend.tiny.trainer, contextlib.ExitStack()
-    save = trainer.save
+    save_now = trainer.save
 
     async def locking(model: LoadedModel, directory: Path, form: SavedForm) -> None:
-        await save(model, directory, form)
+        await save_now(model, directory, form)
         lock.enter_context(house.locked())
 
     trainer.save = locking  # type: ignore[method-assign]
     with lock, pytest.raises(DatabaseUnavailable) as caught:
         if named:
-            await house.saving.save_weights(
-                house.model, SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a")
-            )
+            await save(house, 1, "a")
         else:
-            request = SaveWeightsForSamplerRequest(model_id=house.model_id, seq_id=1, sampling_session_seq_id=0)
-            await house.saving.save_weights_for_sampler(house.model, request)
+            await save_unnamed(house, 1, 0, "snapshot")
     assert "locked" not in str(caught.value) and "SELECT" not in str(caught.value)
     await house.storage.delete_unreferenced(math.inf)
     assert house.files() == []
@@ -201,9 +218,7 @@ async def test_files_that_a_crash_left_half_written_are_deleted_by_the_next_serv
     house: House, set_back_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the clock is set back in between."""
-    saved = await house.saving.save_weights(
-        house.model, SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="kept")
-    )
+    saved = await save(house, 1, "kept")
     later = time.time() + set_back_s
     with monkeypatch.context() as clock:
         clock.setattr(time, "time", lambda: later)
@@ -215,16 +230,13 @@ async def test_files_that_a_crash_left_half_written_are_deleted_by_the_next_serv
     (half / "steps").write_text("1")
     next_server = build(house.data_dir, FakeBackend())
     await next_server.storage.delete_half_written()
-    assert house.files() == ["kept"] and saved.path.endswith("kept") and not half.exists()
+    assert house.files() == ["kept"] and saved.endswith("kept") and not half.exists()
     await next_server.db.close()
 
 
 async def test_replaced_inflight_weights_are_deleted_by_the_next_save_or_the_next_server(house: House) -> None:
     for number in range(4):
-        request = SaveWeightsForSamplerRequest(
-            model_id=house.model_id, seq_id=number, sampling_session_seq_id=number, kind="inflight"
-        )
-        await house.saving.save_weights_for_sampler(house.model, request)
+        await save_unnamed(house, number, number, "inflight")
     assert house.files() == ["2", "3"]
     next_server = build(house.data_dir, FakeBackend())
     await next_server.storage.delete_half_written()
