@@ -235,7 +235,10 @@ def recover(server: Server, training: tinker.TrainingClient) -> None:
     def sampled() -> np.ndarray:
         return np.asarray(sampling.compute_logprobs(prompt).result()[1:])
 
-    for name, module, scores in (("trainer", "trainer.process", trained), ("engine", "sampler.process", sampled)):
+    for name, module, scores in (
+        ("trainer", "trainer.process", trained),
+        ("engine", "sampler.engine.process", sampled),
+    ):
         before = scores()
         children = psutil.Process(server.process.pid).children(recursive=True)
         victim = next(child for child in children if child.cmdline()[1:3] == ["-m", f"backends.{module}"])

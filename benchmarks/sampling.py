@@ -78,7 +78,7 @@ class Bare:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from backends.sampler.engine import engine_args
+        from backends.sampler.engine.engine import engine_args
 
         self._needs_patches = config.device == "cpu"
         arguments = engine_args(config, model.renderer.family.vision)
@@ -165,7 +165,7 @@ async def compare(bare: Bare, ours: Ours, work: Round, rounds: int) -> None:
 
 async def profiled(config: ModelSpec, work: Round, rounds: int, file: Path) -> None:
     """Run our process's part in this process, where it can be profiled."""
-    from backends.sampler.process import SamplerProcess
+    from backends.sampler.engine.process import SamplerProcess
 
     process = await SamplerProcess.start(config)
     await asyncio.gather(*(process.sample(task) for task in tasks(work)))

@@ -26,7 +26,7 @@ from backends.processes.rpc import Child, Process
 from tests.specs import tiny_spec
 
 IMPORTED = (
-    "backends.sampler.vllm_patches.worker",
+    "backends.sampler.engine.vllm_patches.worker",
     "vllm.model_executor.models.qwen3_vl",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_model_runner",
@@ -103,7 +103,7 @@ def _fork_on_request(requests: socket.socket) -> None:
 
 def _serve(connection: int, folder: str) -> None:
     """Be an engine's process, whose engine is a fork in its turn."""
-    from backends.sampler import process
+    from backends.sampler.engine import process
 
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

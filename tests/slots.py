@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from api_schemas.inputs import Datum
 from api_schemas.training import Layout, Trainable
 from backends.inputs.rendering import Renderer
-from backends.sampler.engine import engine_args
+from backends.sampler.engine.engine import engine_args
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import prompt, text

@@ -14,7 +14,7 @@ from backends.families import linear_attention, nemotron_h, tower_patches
 from backends.formats.model_files import local_directory
 from backends.kernels.targets import DELTA_RULE, OPERATORS
 from backends.protocol import BackendFailed
-from backends.sampler.vllm_patches import targets as of_vllm
+from backends.sampler.engine.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer
 
 PATCHES = [

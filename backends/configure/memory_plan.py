@@ -32,7 +32,7 @@ HOLDER_CONTEXT_BYTES = int(0.6 * GIB)
 PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
-"""Tokens of one step of an engine on CUDA (`engine.py`)."""
+"""Tokens of one step of an engine on CUDA (`sampler/engine/engine.py`)."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
 _SMALLEST_GRAPH_TOKENS = 256
 

@@ -2,7 +2,7 @@
 
 Weights that are loaded wrongly (a module left out, another scale, another model's slot) give wrong numbers without an
 error. So the loader scores the text too, and uses the weights only if the scores agree. In bfloat16 that finds large
-mistakes only; `sampler/slot_check.py` checks that an engine's slot holds the file's values.
+mistakes only; `sampler/engine/slot_check.py` checks that an engine's slot holds the file's values.
 
 A text does not test a vision tower, nor whether an image's tokens see each other: weights that have a tower, and all of
 a kind whose tokens do, are also scored behind an image.

@@ -28,7 +28,7 @@ from backends.processes.rpc import Child, Process
 log = logging.getLogger(__name__)
 IMAGES_AS_SENT = "images-as-sent"
 """Name in vLLM's registry of the connector that reads images of chats in a sampler's process
-(`sampler/chat/prompts.py`)."""
+(`sampler/engine/chat/prompts.py`)."""
 
 StartWorkers = Callable[[ModelSpec], Awaitable[list[Child]]]
 """Starts the processes of one trainer or sampler, all or none, and returns a connection to each, in order. This is all
@@ -64,7 +64,7 @@ class Others:
 NO_OTHERS = Others()
 StartRanks = Callable[[ModelSpec, Others], Awaitable[list[Child]]]
 """As StartWorkers, for a trainer with ranks on other machines too."""
-_RANK, _SAMPLER = "backends.trainer.process", "backends.sampler.process"
+_RANK, _SAMPLER = "backends.trainer.process", "backends.sampler.engine.process"
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of collectives, with what stands before its whole name."""
 _SIOCGIFADDR = 0x8915
@@ -310,7 +310,7 @@ async def launch_holders(spec: ModelSpec) -> list[Child]:
         env = _for_vllm(spec, () if gpu is None else (gpu,))
         # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
-        return [await launch(f"weights {spec.name}{number}", "backends.sampler.weight_holder", env)]
+        return [await launch(f"weights {spec.name}{number}", "backends.sampler.engine.weight_holder", env)]
 
     return await _all_or_none(map(launch_holder, spec.base_gpus))
 

@@ -1,6 +1,9 @@
-"""The sampler: `client` is the server's side, `process` a child's with its vLLM engine."""
+"""The sampler, in the server's process; the folder `engine` runs beside vLLM in a child's, and only it imports vllm.
 
-import logging
-
-# vLLM applies the level in its environment only after it has warned of what it finds while it is imported.
-logging.getLogger("vllm").setLevel(logging.ERROR)
+- `pool`: all engines of a base model.
+- `client`: one engine, its child process and its crashes.
+- `prefix_routes`: the choice of the engine that has a prompt in its prefix cache.
+- `checks`: the bounds on a sample request, before anything is computed.
+- `commands`: the commands to the engine's process.
+- `received`: weights from another machine, for server and engine.
+"""

@@ -1,6 +1,6 @@
 """Drives one vLLM engine of a base model: one child process, started again when it dies or hangs.
 
-Imports no vLLM: the engine is in the child (`process.py`) and in further processes that vLLM starts. The pool
+Imports no vLLM: the engine is in the child (`engine/process.py`) and in further processes that vLLM starts. The pool
 (`pool.py`) says what the engine does.
 """
 

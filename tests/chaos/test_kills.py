@@ -22,7 +22,7 @@ from tests.chaos.client import PATIENCE_S, Client, Model, Request, State
 from tests.chaos.worker import Seen, Worker
 from tests.cluster.machines import free_port
 from tests.databases import fresh_database
-from tests.servers import KEY, MODEL, Server
+from tests.servers import CHILDREN, KEY, MODEL, Server
 
 SEED = 20
 VICTIMS = ["trainer", "sampler", "engine", "server"]
@@ -188,7 +188,7 @@ def _is(process: psutil.Process, victim: str) -> bool:
             return process.cmdline()[0].startswith("ray::Agent")
         if victim == "head":
             return process.cmdline()[1:3] == ["-m", "backends.cluster.head"]
-        return process.cmdline()[1:3] == ["-m", f"backends.{victim.removeprefix('remote ')}.process"]
+        return process.cmdline()[1:3] == ["-m", CHILDREN[victim.removeprefix("remote ")]]
     except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):  # it has just ended
         return False
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from backends.base_weights.mapped import Files, map_views
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
-from backends.sampler.engine import stays_in_fp8
+from backends.sampler.engine.engine import stays_in_fp8
 from backends.trainer.distributed import World
 from backends.trainer.model.loading import load
 from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blocks
@@ -39,7 +39,7 @@ def _engine_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM's groups of ranks, and what is changed inside it, for one test."""
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-    from backends.sampler.vllm_patches import targets
+    from backends.sampler.engine.vllm_patches import targets
 
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # as the launcher starts a holder
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # as above
@@ -119,7 +119,7 @@ def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:
 
 def held(spec: ModelSpec, directory: Path) -> ModelSpec:
     """The spec of a model whose base a thread of this process holds."""
-    from backends.sampler.weight_holder import WeightHolder
+    from backends.sampler.engine.weight_holder import WeightHolder
 
     directory.mkdir(mode=0o700)
     spec = replace(spec, base_copies=1, base_dir=directory)

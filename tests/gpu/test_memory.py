@@ -31,7 +31,7 @@ from backends.families.family import RenderedImage
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Placement
 from backends.protocol import SamplingTask
-from backends.sampler.engine import engine_args
+from backends.sampler.engine.engine import engine_args
 from backends.trainer.distributed import World
 from backends.trainer.model.recompute import MARGIN, Memory
 from backends.trainer.rank import TrainerRank

@@ -24,7 +24,7 @@ from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.processes.launcher import launch_sampler, launch_trainer
 from backends.protocol import ignore_loading
 from backends.sampler.commands import CountProgress
-from backends.sampler.engine import stays_in_fp8
+from backends.sampler.engine.engine import stays_in_fp8
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
 from benchmarks.shapes import SHAPES, make_model

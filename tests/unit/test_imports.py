@@ -108,8 +108,15 @@ def test_torch_stays_in_backends() -> None:
     assert all(path.startswith("backends/") for path in importers("torch"))
 
 
-def test_vllm_stays_in_its_own_files() -> None:
-    assert all(path.startswith("backends/sampler/") for path in importers("vllm"))
+def test_vllm_and_what_runs_beside_it_stay_in_one_folder() -> None:
+    """`doctor` alone reads something of it, the list of changes, which imports no vllm."""
+    folder = "backends/sampler/engine/"
+    assert all(path.startswith(folder) for path in importers("vllm"))
+    outside = {
+        path: names for path, names in importers("backends.sampler.engine").items() if not path.startswith(folder)
+    }
+    assert outside == {"backends/configure/examine.py": {"backends.sampler.engine.vllm_patches.targets"}}
+    assert not importers("vllm").keys() & {"backends/sampler/engine/vllm_patches/targets.py"}
 
 
 def test_ray_stays_in_the_process_that_runs_its_head() -> None:
@@ -173,7 +180,7 @@ def test_event_loops_start_only_in_process_mains() -> None:
         for node in ast.walk(ast.parse((ROOT / path).read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.run"
     } | set(importers("asyncio.run"))
-    assert callers <= {"tinker_server/__main__.py", "backends/sampler/process.py", "backends/cluster/head.py"}
+    assert callers <= {"tinker_server/__main__.py", "backends/sampler/engine/process.py", "backends/cluster/head.py"}
 
 
 def test_no_test_file_imports_another() -> None:

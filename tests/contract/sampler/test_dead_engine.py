@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.sampler import sequences
+from backends.sampler.engine import sequences
 
 
 class Engine:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backends.protocol import ChatTask, InvalidInput
-from backends.sampler.grammars import COMPILE_S
+from backends.sampler.engine.grammars import COMPILE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 USER = [{"role": "user", "content": "what is this world"}]

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from api_schemas.inputs import ImageChunk, ModelInput
 from backends.protocol import SamplingTask
-from backends.sampler.process import SamplerProcess
+from backends.sampler.engine.process import SamplerProcess
 from tests.factories import MIXED, image, prompt, words
 from tests.sampling import assert_close, request, sampler_config
 

@@ -11,7 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models
 from backends.configure.memory_plan import Machine, engine_parts
-from backends.sampler.engine import engine_args
+from backends.sampler.engine.engine import engine_args
 from tests.models import (
     make_tiny_deepseek_v3,
     make_tiny_nemotron_h,

@@ -12,9 +12,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
-from backends.sampler.adapters import AdapterLoader
-from backends.sampler.sequences import score
-from backends.sampler.versions import VersionCache
+from backends.sampler.engine.adapters import AdapterLoader
+from backends.sampler.engine.sequences import score
+from backends.sampler.engine.versions import VersionCache
 from backends.trainer.rank import TrainerRank
 from tests.slots import BFLOAT16_NATS, running_engine, seeing_trainer, trained_scores
 

@@ -20,9 +20,9 @@ from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import open_adapter
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
-from backends.sampler.adapters import AdapterLoader
-from backends.sampler.sequences import score
-from backends.sampler.versions import VersionCache
+from backends.sampler.engine.adapters import AdapterLoader
+from backends.sampler.engine.sequences import score
+from backends.sampler.engine.versions import VersionCache
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, present
 from tests.models import make_tiny_vl

@@ -23,7 +23,7 @@ from api_schemas.inputs import ImageChunk
 from backends.families.coverage import check_coverage
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed, InvalidInput
-from backends.sampler.chat.prompts import chat_renderer
+from backends.sampler.engine.chat.prompts import chat_renderer
 from tests.factories import image, make_renderer, photo, present, prompt, text, words
 from tests.models import make_tiny_internvl, make_tiny_smolvlm
 

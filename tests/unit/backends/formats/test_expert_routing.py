@@ -22,7 +22,7 @@ from backends.configure.memory_plan import Machine
 from backends.formats.expert_routing import RoutingFiles, read_routing, routing_name
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
-from backends.sampler.vllm_patches.routed_experts import keep_routing
+from backends.sampler.engine.vllm_patches.routed_experts import keep_routing
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, succeeded, words

@@ -15,7 +15,7 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from api_schemas.training import AdamParams
-from backends.sampler.vllm_patches import float32_residual as of_engine
+from backends.sampler.engine.vllm_patches import float32_residual as of_engine
 from backends.trainer.distributed import World
 from backends.trainer.lora.linear import LoraLinear
 from backends.trainer.model.float32_residual import keep_in_float32

@@ -1,0 +1,176 @@
+"""Weights in fp8, with the trainer's numbers: vLLM's own fp8 rounds activations too, and has no path on the CPU.
+
+They are dequantised as vLLM reads them. Where the base stays in fp8, linears of the decoder have packed weights, and
+dequantise them for each product or, where tokens are few, within it (`formats/block_fp8.py`).
+
+N outputs and K inputs of a linear, B bytes
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.utils import is_weights_pre_processed
+
+from backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
+from backends.sampler.engine.vllm_patches import targets
+
+Weights = Iterator[tuple[str, Tensor]]
+METHOD = "tinker_packed_fp8"
+_STAYING = "staying"
+_QUERIES = ("q", "k", "v")
+"""As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
+
+
+def packed_config(names: Collection[str]) -> dict[str, object]:
+    """Return the quantization_config of a model whose tensors of these names stay in fp8."""
+    return {"quant_method": METHOD, _STAYING: sorted(names)}
+
+
+def staying(config: ModelConfig) -> Collection[str]:
+    """Return the names of a model's tensors that stay in fp8."""
+    found: Mapping[str, Any] | None = getattr(config.hf_config, "quantization_config", None)
+    return set(found[_STAYING]) if found is not None and found.get("quant_method") == METHOD else ()
+
+
+@register_quantization_config(METHOD)
+class PackedFp8(QuantizationConfig):  # type: ignore[misc]
+    """Has linears of the decoder keep packed weights."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self._staying = {_key(name.removesuffix(".weight")) for name in names}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PackedFp8":
+        """Make it of a model's quantization_config."""
+        return cls(config[_STAYING])
+
+    def get_name(self) -> str:
+        """Return the name by which vLLM knows it."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the types of activations."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the least compute capability, which is that of bfloat16."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return the files with such a config beside config.json: none."""
+        return []
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """Return how a layer computes; None for those that are no linears."""
+        if not isinstance(layer, LinearBase):
+            return None
+        stem, _, last = _key(prefix).rpartition(".")
+        parts = [f"{stem}.{part}" in self._staying for part in self.packed_modules_mapping.get(last, [last])]
+        return PackedLinearMethod(parts) if any(parts) else UnquantizedLinearMethod()
+
+
+def _key(name: str) -> str:
+    """Return a name from the number of its layer on: vLLM calls what is before otherwise than the files."""
+    return name.partition("layers.")[2]
+
+
+class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """A linear whose weight is the bytes of its parts, one behind the other: packed, or as numbers where the file has
+    no fp8."""
+
+    supports_pre_processed_weights = True
+
+    def __init__(self, is_packed: Sequence[bool]) -> None:
+        self._is_packed = is_packed
+        self._outputs: list[int] = []
+        self._inputs = 0
+        self._missing: set[int] = set()
+
+    def create_weights(  # noqa: PLR0913 - as vLLM calls it
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: object,
+    ) -> None:
+        """Give the layer its weight. Raises ValueError for a layer that ranks divide."""
+        if input_size_per_partition != input_size or sum(output_partition_sizes) != output_size:
+            raise ValueError("linears that stay in fp8 are not divided over ranks")
+        # Files may have a linear of several parts as one tensor.
+        self._outputs = output_partition_sizes if len(self._is_packed) > 1 else [output_size]
+        if len(self._outputs) != len(self._is_packed):
+            raise ValueError(f"{len(self._outputs)} parts of a linear, and {len(self._is_packed)} names")
+        self._inputs, self._dtype = input_size, params_dtype
+        self._missing = set(range(len(self._outputs)))
+        weight = nn.Parameter(torch.empty(sum(self._sizes()), dtype=torch.uint8), requires_grad=False)
+        weight.weight_loader = self._load  # type: ignore[attr-defined]
+        layer.register_parameter("weight", weight)
+
+    def _sizes(self) -> list[int]:
+        """Return the bytes of each part."""
+        plain = self._inputs * self._dtype.itemsize
+        return [
+            packed_bytes(outputs, self._inputs) if is_packed else outputs * plain
+            for outputs, is_packed in zip(self._outputs, self._is_packed, strict=True)
+        ]
+
+    def _load(self, weight_B: Tensor, loaded: Tensor, part: str | int | None = None) -> None:
+        """Copy a part's tensor of the files. Raises ValueError for one that does not fit."""
+        number = _QUERIES.index(part) if isinstance(part, str) else part or 0
+        if part is None and len(self._outputs) > 1:
+            raise ValueError("a tensor in fp8 of several linears; start without --base-precision")
+        bytes_ = loaded if self._is_packed[number] else loaded.to(self._dtype).contiguous().view(-1).view(torch.uint8)
+        weight_B.data.split(self._sizes())[number].copy_(bytes_)
+        self._missing.discard(number)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Raise ValueError if a part was never loaded."""
+        assert isinstance(layer.weight, Tensor)
+        if self._missing and not layer.weight.is_meta and not is_weights_pre_processed():
+            raise ValueError(f"parts {sorted(self._missing)} of a linear in fp8 are missing in the files")
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map [..., K] to [..., N]."""
+        weight_B = layer.weight
+        assert isinstance(weight_B, Tensor)
+        parts_B = weight_B.split(self._sizes())
+        x_MK, num_outputs = x.reshape(-1, self._inputs), sum(self._outputs)
+        if all(self._is_packed) and multiplies(x_MK, num_outputs):
+            found_MN = x.new_empty(len(x_MK), num_outputs)
+            for bytes_, part_MN in zip(parts_B, found_MN.split(self._outputs, dim=1), strict=True):
+                multiply(x_MK, bytes_, part_MN)
+            found = found_MN.view(*x.shape[:-1], -1)
+            return found if bias is None else found + bias
+        whole_NK = x.new_empty(num_outputs, self._inputs)
+        for bytes_, part_NK, is_packed in zip(parts_B, whole_NK.split(self._outputs), self._is_packed, strict=True):
+            if is_packed:
+                unpack(bytes_, part_NK)
+            else:
+                part_NK.copy_(bytes_.view(self._dtype).view(part_NK.shape))
+        return functional.linear(x, whole_NK, bias)
+
+
+def _joining(read: Callable[..., Weights]) -> Callable[..., Weights]:
+    def get_all_weights(self: DefaultModelLoader, model_config: ModelConfig, model: nn.Module) -> Weights:
+        return joined(read(self, model_config, model), model_config.dtype, staying(model_config))
+
+    return get_all_weights
+
+
+def read_fp8() -> None:
+    """Apply the change, once, before a model is loaded."""
+    targets.READ_WEIGHTS.replace(_joining(DefaultModelLoader.get_all_weights))

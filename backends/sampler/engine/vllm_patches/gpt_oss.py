@@ -1,0 +1,41 @@
+"""gpt-oss in vLLM 0.32 with adapters of each of an expert's three matrices.
+
+vLLM keeps gate and up interleaved, and adds to them what adapters of gate and of up give as if one stood above the
+other. Here they do: experts are loaded so, with the activation for it, which vLLM has for another kind of model. Files
+in MXFP4 are dequantised as they are read, for the trainer's base is too.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.models import gpt_oss
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+
+from backends.families.gpt_oss import ALPHA, LIMIT, in_common_layout
+from backends.sampler.engine.vllm_patches import targets
+
+
+def _with_common_layout(make: Callable[..., MoERunner]) -> Callable[..., MoERunner]:
+    def experts(*, activation: str, **arguments: object) -> MoERunner:
+        assert activation == "swigluoai", activation
+        constants = {"swiglu_alpha": ALPHA, "swiglu_beta": 1.0, "swiglu_limit": LIMIT}
+        return make(activation="swigluoai_uninterleave", **constants, **arguments)
+
+    return experts
+
+
+def _reading_common_layout(read: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    def load_weights(self: GptOssForCausalLM, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        vars(self.config).pop("quantization_config", None)  # set to None by `engine.py`; vLLM asks if it is there
+        num_ranks = get_tensor_model_parallel_world_size()  # each takes a part of the files' outputs
+        return read(self, in_common_layout(weights, self.vllm_config.model_config.dtype, num_ranks))
+
+    return load_weights
+
+
+def lay_out_experts() -> None:
+    """Apply the changes, once, before a model is made."""
+    targets.GPT_OSS_EXPERTS.replace(_with_common_layout(gpt_oss.FusedMoEFactory))
+    targets.GPT_OSS_WEIGHTS.replace(_reading_common_layout(GptOssForCausalLM.load_weights))

@@ -1,0 +1,50 @@
+"""Sequences whose grammar takes too long in a step of the engine."""
+
+import pytest
+
+from backends.sampler.engine import grammars
+
+
+class Matcher:
+    """In the place of xgrammar's; `slow` names what takes long."""
+
+    def __init__(self, slow: str) -> None:
+        self.slow = slow
+
+    def fill_next_token_bitmask(self, *_: object) -> None:
+        clock.now += 5 if self.slow == "fill" else 0.01
+
+    def accept_token(self, *_: object) -> bool:
+        clock.now += 5 if self.slow == "accept" else 0.01
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+clock = Clock()
+
+
+@pytest.mark.parametrize(("slow", "goes_on"), [("fill", False), ("accept", False), ("neither", True)])
+def test_a_sequence_ends_once_a_step_of_its_grammar_took_too_long(slow, goes_on, monkeypatch):
+    monkeypatch.setattr(grammars, "time", clock)
+    one = grammars.BoundedGrammar(100, Matcher(slow), None)
+    one.fill_bitmask(None, 0)
+    assert one.accept_tokens("request", [1]) is goes_on
+
+
+def test_a_sequence_ends_too_where_many_steps_of_its_grammar_take_a_little_long(monkeypatch):
+    monkeypatch.setattr(grammars, "time", clock)
+    one, num_tokens = grammars.BoundedGrammar(100, Matcher("neither"), None), 0
+    while one.accept_tokens("request", [1]):
+        one.fill_bitmask(None, 0)
+        num_tokens += 1
+        clock.now += 3  # another's step
+    assert 90 < num_tokens < 110  # each takes 0.02 s, of which 0.01 s is usual
