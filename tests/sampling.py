@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from api_schemas.inputs import Datum, ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import Trainable
-from backends.families.qwen3_vl import mrope_positions
+from backends.families.qwen import mrope_positions
 from backends.formats.load_check import LoadCheck
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec, Placement

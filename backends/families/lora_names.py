@@ -7,9 +7,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from backends.families import deepseek_v3
-from backends.families.biased_experts import BiasedExperts
 from backends.families.family import Family, LoraFlag, TowerLora
 from backends.families.gpt_oss import ARCHITECTURE, has_own_experts
+from backends.families.gpt_oss.experts import BiasedExperts
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")

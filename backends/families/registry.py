@@ -4,19 +4,23 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from backends.families import deepseek_v3, gemma3, gpt_oss, internvl, nemotron_h, qwen3_vl, smolvlm, text
+from backends.families import deepseek_v3, gemma, gpt_oss, internvl, nemotron_h, qwen, smolvlm, text
 from backends.families.family import Family
 from backends.formats import block_fp8
 from backends.formats.model_files import quantisation
 from backends.protocol import BackendFailed
 
 WITH_IMAGES: dict[str, Callable[[PretrainedConfig, str], Family]] = {
-    **dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL),
+    **dict.fromkeys(qwen.ARCHITECTURES, qwen.Qwen3VL),
     **dict.fromkeys(internvl.ARCHITECTURES, internvl.InternVL),
     **dict.fromkeys(smolvlm.ARCHITECTURES, smolvlm.SmolVLM),
-    **dict.fromkeys(gemma3.ARCHITECTURES, gemma3.Gemma3),
+    **dict.fromkeys(gemma.ARCHITECTURES, gemma.Gemma3),
 }
 """Families that take images, by the architecture named in a model's config."""
+PATCHES = (gpt_oss.EXPERTS, nemotron_h.MIXER)
+"""What families change in transformers, or rely on."""
+ENGINE_PATCHES = (gemma.GEMMA2_HEAD, gpt_oss.ENGINE_EXPERTS, gpt_oss.ENGINE_WEIGHTS, deepseek_v3.LATENT_NORMS)
+"""What families change in vLLM, or rely on."""
 _TOOL_PARSERS = {
     "<function=": "qwen3_coder",
     "<tool_call>": "hermes",

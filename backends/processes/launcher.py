@@ -340,7 +340,7 @@ def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
-        "VLLM_MLA_DISABLE": "1",  # adapters of `kv_b_proj` would be left out (`families/deepseek_v3.py`)
+        "VLLM_MLA_DISABLE": "1",  # adapters of `kv_b_proj` would be left out (`families/deepseek_v3`)
         **_for_device(spec, gpus),
     }
     if spec.device == "cpu":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from backends.families.biased_experts import lay_out_experts
+from backends.families.gpt_oss.experts import lay_out_experts
 from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import World

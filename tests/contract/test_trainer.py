@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import MAX_COLUMNS, Chunk, Datum, ImageChunk
 from api_schemas.training import AdamParams, Trainable
-from backends.families.qwen3_vl import mrope_positions
+from backends.families.qwen import mrope_positions
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import TrainerClient

@@ -108,15 +108,16 @@ def test_torch_stays_in_backends() -> None:
     assert all(path.startswith("backends/") for path in importers("torch"))
 
 
-def test_vllm_and_what_runs_beside_it_stay_in_one_folder() -> None:
-    """`doctor` alone reads something of it, the list of changes, which imports no vllm."""
-    folder = "backends/sampler/engine/"
-    assert all(path.startswith(folder) for path in importers("vllm"))
-    outside = {
-        path: names for path, names in importers("backends.sampler.engine").items() if not path.startswith(folder)
-    }
-    assert outside == {"backends/configure/examine.py": {"backends.sampler.engine.vllm_patches.targets"}}
-    assert not importers("vllm").keys() & {"backends/sampler/engine/vllm_patches/targets.py"}
+def test_vllm_and_what_runs_beside_it_stay_in_one_folder_and_in_the_families_engine_parts() -> None:
+    """`doctor` alone reads something of the folder, the list of changes, which imports no vllm."""
+    folder, changes = "backends/sampler/engine/", "backends.sampler.engine.vllm_patches.targets"
+    beside = [
+        path for path in map(str, FILES) if path.startswith(folder) or re.search(r"families/(\w+/)?engine\.py", path)
+    ]
+    assert set(importers("vllm")) <= set(beside)
+    users = importers(*(path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in beside))
+    assert {path: users[path] for path in users.keys() - set(beside)} == {"backends/configure/examine.py": {changes}}
+    assert changes.replace(".", "/") + ".py" not in importers("vllm")
 
 
 def test_ray_stays_in_the_process_that_runs_its_head() -> None:

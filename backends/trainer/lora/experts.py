@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from api_schemas.training import Layout
-from backends.families.biased_experts import BiasedExperts
 from backends.families.gpt_oss import gated
+from backends.families.gpt_oss.experts import BiasedExperts
 from backends.trainer.lora.grouped import expert_factor, lora_grouped, multiply_by_expert
 from backends.trainer.lora.linear import TokenScales
 from backends.trainer.lora.shared_factors import multiply_a, multiply_b

@@ -23,11 +23,11 @@ from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedMo
 from transformers.utils.logging import set_tqdm_hook
 
 from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
-from backends.families.biased_experts import lay_out_experts
 from backends.families.coverage import fp8_linears
 from backends.families.deepseek_v3 import not_loaded
 from backends.families.family import Family
 from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
+from backends.families.gpt_oss.experts import lay_out_experts
 from backends.families.nemotron_h import unlimit_time_steps
 from backends.formats.block_fp8 import SCALE
 from backends.formats.model_files import quantisation, tensor_bytes

@@ -1,27 +1,14 @@
-"""Heads with adapters that vLLM 0.32 does not give them: Gemma 2's, which is no module there, and those of more than
-258,048 tokens (Gemma 3), a limit of kernels that vLLM has no longer. Slots and scores are compared as everywhere."""
+"""Adapters for heads of more than 258,048 tokens, a limit of kernels that vLLM 0.32 has no longer. Slots and scores are
+compared as everywhere."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from transformers import PretrainedConfig
-from vllm.config import VllmConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import LogitsProcessorWithLoRA
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.models.gemma2 import Gemma2ForCausalLM
 
 from backends.sampler.engine.vllm_patches import targets
-
-
-def _with_head(make: Callable[..., None]) -> Callable[..., None]:
-    def initialise(self: Gemma2ForCausalLM, *, vllm_config: VllmConfig, prefix: str = "") -> None:  # vLLM reads this
-        make(self, vllm_config=vllm_config, prefix=prefix)
-        head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size, prefix="lm_head")
-        self.lm_head = head.tie_weights(self.model.embed_tokens)
-
-    return initialise
 
 
 def _make_slots(
@@ -38,7 +25,6 @@ def _make_slots(
     self.sharded_to_full_mapping_gpu = on_device
 
 
-def give_heads_adapters() -> None:
-    """Apply the changes, once, before a model is made."""
+def widen_heads() -> None:
+    """Apply the change, once, before a model is made."""
     targets.WIDE_HEAD.replace(_make_slots)
-    targets.GEMMA2_HEAD.replace(_with_head(Gemma2ForCausalLM.__init__))

@@ -1,6 +1,7 @@
 """The internals of vLLM 0.32 that are changed or relied on; `doctor` reads this list, and it imports no vLLM."""
 
 from backends.families.linear_attention import GATED_NORMS as GATED_NORMS
+from backends.families.registry import ENGINE_PATCHES
 from backends.patches import Patch
 
 EXECUTOR = "backends.sampler.engine.vllm_patches.executor.Executor"
@@ -349,36 +350,10 @@ WIDE_HEAD = Patch(
     "02e37a9dea923d4fab22f1033321164acade21e92827bebf245e01d73c53097b",
     "Adapters for heads of more than 258,048 tokens (Gemma 3) are refused, for kernels that vLLM has no longer.",
 )
-GEMMA2_HEAD = Patch(
-    "gemma2-head",
-    "vllm.model_executor.models.gemma2:Gemma2ForCausalLM.__init__",
-    "b38f2be259a0573b0c336af62dd9542ec68a3b8afb96358e7b58562857c93088",
-    "Gemma 2 has no module for its head, whose weight is the embeddings', and so no adapters there.",
-)
-GPT_OSS_EXPERTS = Patch(
-    "gpt-oss-experts",
-    "vllm.model_executor.models.gpt_oss:FusedMoEFactory",
-    "a54099c0674c61b236f9dc1ae856e4e33b5c4807d8cc651ec3078809d5e0b647",
-    "What adapters of gate and up give is added as if gate stood above up, but gpt-oss's alternate.",
-)
-GPT_OSS_WEIGHTS = Patch(
-    "gpt-oss-weights",
-    "vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights",
-    "b40c522c80b19203aced007f10cc0022e37ad675a1bf67be5c0280dd75310d93",
-    "As gpt-oss-experts; and files in MXFP4 are dequantised, as the trainer's base is.",
-)
-LATENT_NORMS = Patch(
-    "latent-norms",
-    "vllm.model_executor.models.deepseek_v2:DeepseekV2Attention",
-    "0db730dbe2718e72eac9c0bf9d315273806543a783cf8dd77ba78c5b719c7e33",
-    "The norms of latents get the config's epsilon, where DeepSeek's own code and transformers have 1e-6; values are"
-    " padded to the width of keys.",
-    how="relied on",
-)
 READ_WEIGHTS = Patch(
     "read-weights",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
     "cf78b90b2f9071167b7294b1235b3583d52ecb5f4c51c099a36097dc6f5f3980",
     "Tensors in fp8 are dequantised as they are read: their scales, and products of rounded activations, are not ours.",
 )
-PATCHES = [patch for patch in vars().values() if isinstance(patch, Patch)]
+PATCHES = [*(patch for patch in vars().values() if isinstance(patch, Patch)), *ENGINE_PATCHES]

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from backends.families.engine import correct_kinds, patch_kinds
 from backends.formats.stacked_adapters import open_adapter
 from backends.model_spec import DRAWN_TOKENS, ENGINE_GRAPHS_BYTES
 from backends.patches import for_device, require_as_written
@@ -26,11 +27,9 @@ from backends.processes.heap import give_back_memory
 from backends.sampler.engine.grammars import BoundedGrammar
 from backends.sampler.engine.vllm_patches import prompt_scores, targets
 from backends.sampler.engine.vllm_patches.block_fp8 import read_fp8
-from backends.sampler.engine.vllm_patches.deepseek_v3 import set_latent_norms
 from backends.sampler.engine.vllm_patches.float32_residual import mark, register_norms
 from backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
-from backends.sampler.engine.vllm_patches.gpt_oss import lay_out_experts
-from backends.sampler.engine.vllm_patches.heads import give_heads_adapters
+from backends.sampler.engine.vllm_patches.heads import widen_heads
 from backends.sampler.engine.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
 from backends.sampler.engine.vllm_patches.mapped_weights import map_weights
 from backends.sampler.engine.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
@@ -68,9 +67,9 @@ def _patch_process() -> None:
     targets.GRAMMARS.replace(BoundedGrammar)
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
-    lay_out_experts()
+    patch_kinds()
     read_fp8()
-    give_heads_adapters()
+    widen_heads()
     keep_gated_norms()
     keep_images_whole()
     if is_cpu:
@@ -103,7 +102,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         with self._made_for_context():
             super().load_model(**kwargs)
         mark(self.model_runner.get_model())
-        set_latent_norms(self.model_runner.get_model())
+        correct_kinds(self.model_runner.get_model())
 
     @contextmanager
     def _made_for_context(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from backends.families.coverage import check_coverage, untrained
 from backends.families.lora_names import tower_modules, trained_modules
-from backends.families.qwen3_vl import Qwen3VLVision
+from backends.families.qwen import Qwen3VLVision
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed
 from tests.factories import present

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from api_schemas.training import Layout
-from backends.families.biased_experts import BiasedExperts
 from backends.families.gpt_oss import gated
+from backends.families.gpt_oss.experts import BiasedExperts
 from backends.trainer.lora.experts import LoraExperts
 from backends.trainer.lora.linear import TokenScales
 

@@ -4,6 +4,7 @@ the same architecture.
 Queries come from a token's latent, keys and values from another one; all heads share the rotated part of their keys.
 The engine computes whole keys and values as the trainer does (`processes/launcher.py`). In vLLM's own form of this
 attention `kv_b_proj` is multiplied into other matrices at load, which would leave out its adapters without an error.
+`engine` sets the norms inside vLLM.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from backends.formats.model_files import require_fields
+from backends.patches import Patch
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -19,6 +21,14 @@ LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 latent."""
 NORM_EPSILON = 1e-6
 """Epsilon of the latents' norms, in transformers as in DeepSeek's own code, whatever the config says."""
+LATENT_NORMS = Patch(
+    "latent-norms",
+    "vllm.model_executor.models.deepseek_v2:DeepseekV2Attention",
+    "0db730dbe2718e72eac9c0bf9d315273806543a783cf8dd77ba78c5b719c7e33",
+    "The norms of latents get the config's epsilon, where DeepSeek's own code and transformers have 1e-6; values are"
+    " padded to the width of keys.",
+    how="relied on",
+)
 
 
 def not_loaded(config: PretrainedConfig) -> tuple[str, ...]:

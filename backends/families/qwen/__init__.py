@@ -1,5 +1,7 @@
 """Qwen3-VL, Qwen3.5 and Qwen2.5-VL, which take images alike.
 
+`pictures` has their image processor, `grids` what their towers derive from the sizes of images.
+
 T tokens, P patches, D values of a patch, N tokens of an image, H hidden width of the language model, E width of the
 tower, A width of one of its heads
 """
@@ -27,8 +29,8 @@ from backends.families.family import (
     TowerLora,
 )
 from backends.families.lora_names import decoder_modules
-from backends.families.qwen_grids import Grids
-from backends.families.qwen_pictures import PictureProcessor
+from backends.families.qwen.grids import Grids
+from backends.families.qwen.pictures import PictureProcessor
 from backends.families.tower_patches import tower_patch
 from backends.kernels.pinned_copy import to_device
 

@@ -1,7 +1,8 @@
 """gpt-oss: its experts' own layout and activation, and its files in MXFP4.
 
 In its files gate and up are interleaved, inputs come before outputs, and every expert has biases. Trainer and engine
-lay them out as other mixtures': gate above up, outputs before inputs.
+lay them out as other mixtures': gate above up, outputs before inputs. `experts` does so in the trainer's model, and
+`engine` inside vLLM.
 
 E experts, H hidden width, I inner width, B blocks of 32 numbers
 """
@@ -26,6 +27,18 @@ EXPERTS = Patch(
     ),
     "The experts' layout and activation are our own, so that LoRA reaches each of their three matrices.",
     how="relied on",
+)
+ENGINE_EXPERTS = Patch(
+    "gpt-oss-experts",
+    "vllm.model_executor.models.gpt_oss:FusedMoEFactory",
+    "a54099c0674c61b236f9dc1ae856e4e33b5c4807d8cc651ec3078809d5e0b647",
+    "What adapters of gate and up give is added as if gate stood above up, but gpt-oss's alternate.",
+)
+ENGINE_WEIGHTS = Patch(
+    "gpt-oss-weights",
+    "vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights",
+    "b40c522c80b19203aced007f10cc0022e37ad675a1bf67be5c0280dd75310d93",
+    "As gpt-oss-experts; and files in MXFP4 are dequantised, as the trainer's base is.",
 )
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of four bits, of which the highest is the sign (OCP Microscaling Formats 1.0, section 5.3.3)."""

@@ -13,8 +13,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
-from backends.families.gpt_oss import ALPHA, LIMIT, in_common_layout
-from backends.sampler.engine.vllm_patches import targets
+from backends.families.gpt_oss import ALPHA, ENGINE_EXPERTS, ENGINE_WEIGHTS, LIMIT, in_common_layout
 
 
 def _with_common_layout(make: Callable[..., MoERunner]) -> Callable[..., MoERunner]:
@@ -28,7 +27,7 @@ def _with_common_layout(make: Callable[..., MoERunner]) -> Callable[..., MoERunn
 
 def _reading_common_layout(read: Callable[..., set[str]]) -> Callable[..., set[str]]:
     def load_weights(self: GptOssForCausalLM, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        vars(self.config).pop("quantization_config", None)  # set to None by `engine.py`; vLLM asks if it is there
+        vars(self.config).pop("quantization_config", None)  # None by `_config_changes`; vLLM asks if it is there
         num_ranks = get_tensor_model_parallel_world_size()  # each takes a part of the files' outputs
         return read(self, in_common_layout(weights, self.vllm_config.model_config.dtype, num_ranks))
 
@@ -37,5 +36,5 @@ def _reading_common_layout(read: Callable[..., set[str]]) -> Callable[..., set[s
 
 def lay_out_experts() -> None:
     """Apply the changes, once, before a model is made."""
-    targets.GPT_OSS_EXPERTS.replace(_with_common_layout(gpt_oss.FusedMoEFactory))
-    targets.GPT_OSS_WEIGHTS.replace(_reading_common_layout(GptOssForCausalLM.load_weights))
+    ENGINE_EXPERTS.replace(_with_common_layout(gpt_oss.FusedMoEFactory))
+    ENGINE_WEIGHTS.replace(_reading_common_layout(GptOssForCausalLM.load_weights))

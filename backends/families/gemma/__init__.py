@@ -1,4 +1,4 @@
-"""Gemma 3 with images.
+"""Gemma 3 with images; inside vLLM (`engine`) the head of Gemma 2.
 
 An image's features see each other in both directions, in layers with a window too; all else is causal.
 
@@ -18,10 +18,17 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from backends.families.family import EngineField, ImageSpan
 from backends.families.processors import ImageProcessor
 from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
+from backends.patches import Patch
 from backends.protocol import BackendFailed
 
 ARCHITECTURES = ("Gemma3ForConditionalGeneration",)
 BEGIN, END, FEATURE = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
+GEMMA2_HEAD = Patch(
+    "gemma2-head",
+    "vllm.model_executor.models.gemma2:Gemma2ForCausalLM.__init__",
+    "b38f2be259a0573b0c336af62dd9542ec68a3b8afb96358e7b58562857c93088",
+    "Gemma 2 has no module for its head, whose weight is the embeddings', and so no adapters there.",
+)
 
 
 class Gemma3(Tiled):
