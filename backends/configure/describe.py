@@ -12,7 +12,6 @@ from backends.configure.model_size import ModelSize, model_size
 from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
 from backends.configure.supported import Support
-from backends.families import nemotron_h
 from backends.families.coverage import check_coverage, fp8_linears
 from backends.families.rotation import check_rotation
 from backends.formats import block_fp8
@@ -186,7 +185,7 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     check_rotation(text_config, longest, source)
     return renderer, replace(
         model_size(name, renderer.config, numbers, support.dtype),
-        can_be_captured=renderer.config.architectures != [nemotron_h.ARCHITECTURE],
+        can_be_captured=not renderer.family.has_state_space,
         trains_all=config.full,
         can_be_shared=support.can_be_shared,
         tensor_parallels=support.tensor_parallels,

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.config import BackendConfig
-from backends.families import deepseek_v3, gpt_oss, nemotron_h
 from backends.families.coverage import Numbers
+from backends.formats.block_fp8 import is_in_blocks
 from backends.formats.model_files import linear_attention, quantisation
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Device, Dtype
@@ -59,8 +59,8 @@ class Support:
         if config.base_precision is not None:
             yield "base_precision", config.base_precision, self._unpacked(), "leave it out"
         if config.replay_routing:
-            unseen = f"nobody has compared replayed routers of {nemotron_h.ARCHITECTURE} with its engine"
-            yield "replay_routing", True, unseen if self._is_mamba2 else None, "leave it off"
+            unseen = f"nobody has compared replayed routers of {self.renderer.config.architectures[0]} with its engine"
+            yield "replay_routing", True, unseen if self.renderer.family.has_state_space else None, "leave it off"
         if config.full:
             yield "full", True, self._untrained(numbers), "train adapters"
 
@@ -99,7 +99,7 @@ class Support:
     @property
     def _was_seen_shared(self) -> bool:
         family = self.renderer.family
-        is_unseen = family.has_linear_attention or family.sees_whole_images or self._is(deepseek_v3.ARCHITECTURE)
+        is_unseen = family.has_linear_attention or family.sees_whole_images or family.has_latent_attention
         return self.dtype == "bfloat16" and not (self.config.cluster or is_unseen)
 
     def _unshared(self) -> str | None:
@@ -109,10 +109,8 @@ class Support:
             return "with backend.full the trainer changes its own copy"
         if (config.tensor_parallel or 1) > 1:
             return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
-        if self._is_gpt_oss:
-            return "trainer and engine lay out gpt-oss's experts anew, and otherwise than its files"
-        if self._is_mamba2:
-            return "the engine has other numbers for Mamba2 than its files, and nobody has compared one copy"
+        if self.renderer.family.unshared is not None:
+            return self.renderer.family.unshared
         if self.device == "cpu" and self.renderer.family.has_linear_attention:
             return "on the CPU the engine packs the weights of linear attention anew"
         return None
@@ -136,7 +134,7 @@ class Support:
         if (reason := _not_divisible(counts, ranks)) is not None:
             return reason
         key_heads = text_config.num_key_value_heads
-        can_repeat = ranks % key_heads == 0 and not self._is_gpt_oss
+        can_repeat = ranks % key_heads == 0 and self.renderer.family.repeats_key_heads
         if key_heads % ranks and not can_repeat:
             return f"its key heads ({key_heads}) can be neither divided nor repeated evenly"
         return None
@@ -156,7 +154,7 @@ class Support:
 
     def _unpacked(self) -> str | None:
         """Return the reason why the base cannot stay in fp8, or was not seen to train so, or None."""
-        if not self._is_quantised or self._is_gpt_oss:
+        if not is_in_blocks(quantisation(self.renderer.config)):
             return "its files are not in fp8 by blocks, and the engine would sample from other numbers than are trained"
         if getattr(self.renderer.config.get_text_config(), "num_experts_per_tok", 0):
             return "experts are not kept in fp8"
@@ -172,26 +170,11 @@ class Support:
         """Return the reason why not all weights can train, or None."""
         if self.renderer.family.sees_whole_images:
             return "its images' tokens see each other, and nobody has compared its trainer and its engine"
-        if self._is_quantised:
+        if quantisation(self.renderer.config) is not None:
             return "the base is quantised, what is trained is in full precision, and its config would say otherwise"
         if numbers.stacks:
             return f"neither experts nor linear attention train so: {', '.join(numbers.stacks)}"
         return None
-
-    @property
-    def _is_quantised(self) -> bool:
-        return quantisation(self.renderer.config) is not None
-
-    @property
-    def _is_gpt_oss(self) -> bool:
-        return bool(self.renderer.config.model_type == gpt_oss.MODEL_TYPE)
-
-    @property
-    def _is_mamba2(self) -> bool:
-        return self._is(nemotron_h.ARCHITECTURE)
-
-    def _is(self, architecture: str) -> bool:
-        return bool(self.renderer.config.architectures == [architecture])
 
 
 def _not_divisible(counts: Sequence[tuple[int, str]], ranks: int) -> str | None:

@@ -168,6 +168,22 @@ class Family(Protocol):
         """True if layers carry a state from token to token (`trainer/model/linear_attention.py`)."""
 
     @property
+    def has_state_space(self) -> bool:
+        """True if these are Mamba2's (`trainer/model/state_space.py`)."""
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """True if keys and values come from a token's latent."""
+
+    @property
+    def repeats_key_heads(self) -> bool:
+        """True if more ranks of an engine than there are key heads can repeat them."""
+
+    @property
+    def unshared(self) -> str | None:
+        """The reason why trainer and engine cannot share one copy of the base, or None."""
+
+    @property
     def needs_bfloat16_on_cpu(self) -> bool:
         """True if the engine has the model on a CPU in bfloat16 alone."""
 

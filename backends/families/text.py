@@ -22,6 +22,7 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     nemotron_h.ARCHITECTURE: (nemotron_h.ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
+UNSHARED = {kind.ARCHITECTURE: kind.UNSHARED for kind in (gpt_oss, nemotron_h)}
 WITH_MIXED_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "exaone4", "cohere2")
 """Types of decoders in which trainer and engine both have a window in some layers alone. Of others vLLM has one window
 for all layers or none (Qwen2 MoE: 3.2 nats beyond the window were measured), or fails at an assertion (Qwen2, Qwen3),
@@ -40,9 +41,12 @@ class Text:
     def __init__(self, architecture: str = "") -> None:
         """`architecture` is the name in the model's config."""
         self.needs_bfloat16_on_cpu = architecture in WITH_DELTA_RULE
-        self.has_linear_attention = self.needs_bfloat16_on_cpu or architecture == nemotron_h.ARCHITECTURE
+        self.has_state_space = architecture == nemotron_h.ARCHITECTURE
+        self.has_linear_attention = self.needs_bfloat16_on_cpu or self.has_state_space
+        self.has_latent_attention = architecture == deepseek_v3.ARCHITECTURE
+        self.repeats_key_heads = architecture != gpt_oss.ARCHITECTURE
+        self.unshared = UNSHARED.get(architecture)
         self._is_mixture = architecture in FROZEN_OF_MIXTURES
-        self._has_latent_attention = architecture == deepseek_v3.ARCHITECTURE
         self.frozen: Sequence[str] = FROZEN_OF_MIXTURES.get(architecture, ())
 
     def attention(self, decoder: str) -> str:
@@ -59,5 +63,5 @@ class Text:
             model,
             experts=self._is_mixture,
             linear_attention=self.has_linear_attention,
-            latent_attention=self._has_latent_attention,
+            latent_attention=self.has_latent_attention,
         )

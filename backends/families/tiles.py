@@ -27,7 +27,8 @@ class Tiled:
     """Base of a `Family` of such models, without its image processor and its names; their decoders are dense."""
 
     model_class: type[_BaseAutoModelClass] = AutoModelForImageTextToText
-    has_linear_attention = needs_bfloat16_on_cpu = sees_whole_images = False
+    has_linear_attention = needs_bfloat16_on_cpu = sees_whole_images = has_state_space = has_latent_attention = False
+    repeats_key_heads, unshared = True, None
 
     def attention(self, decoder: str) -> dict[str, str]:
         """Tiles are short sequences without a mask: the vision tower always uses SDPA."""

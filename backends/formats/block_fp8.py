@@ -42,10 +42,15 @@ _KNOWN: dict[str, tuple[list[object], str]] = {
 that do not name one mean the first, but for the block. Scales in ue8m0 are powers of two, in a byte or as a float."""
 
 
+def is_in_blocks(quantisation: Mapping[str, object] | None) -> bool:
+    """Return whether files are in fp8, as their config says: in blocks, if `require_known` has passed them."""
+    return quantisation is not None and quantisation.get("quant_method") == _METHOD
+
+
 def require_known(quantisation: Mapping[str, object], source: str) -> None:
     """Raise BackendFailed, naming the field, for weights that are quantised otherwise."""
-    method = quantisation.get("quant_method")
-    if method != _METHOD:
+    if not is_in_blocks(quantisation):
+        method = quantisation.get("quant_method")
         raise BackendFailed(
             f"{source}: quantised weights with quantization_config.quant_method {method} are not supported: trainer and"
             f" engine dequantise {_METHOD} in blocks alone (and gpt-oss's mxfp4); serve the model's {_METHOD} files, or"

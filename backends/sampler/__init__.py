@@ -1,4 +1,4 @@
-"""The sampler, in the server's process; the folder `engine` runs beside vLLM in a child's, and only it imports vllm.
+"""The sampler, in the server's process.
 
 - `pool`: all engines of a base model.
 - `client`: one engine, its child process and its crashes.
@@ -6,4 +6,5 @@
 - `checks`: the bounds on a sample request, before anything is computed.
 - `commands`: the commands to the engine's process.
 - `received`: weights from another machine, for server and engine.
+- `engine`: what runs beside vLLM in a child's process; only it imports vllm.
 """

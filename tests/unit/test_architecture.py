@@ -1,5 +1,6 @@
 """docs/architecture.md is a map: what it names is there."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -21,3 +22,13 @@ def test_the_map_has_every_room() -> None:
         for folder in (ROOT / package).iterdir():
             if (folder / "__init__.py").exists():
                 assert f"`{package}/{folder.name}/`" in TEXT
+
+
+@pytest.mark.parametrize(
+    "folder", ["backends/sampler", "backends/sampler/engine", "backends/trainer", "tinker_server/store"]
+)
+def test_the_index_of_a_folder_names_its_files(folder: str) -> None:
+    index = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^- (.*?):", index, re.MULTILINE)))
+    files = [path.stem for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
+    assert sorted(named) == sorted([*files, *(path.parent.name for path in (ROOT / folder).glob("*/__init__.py"))])

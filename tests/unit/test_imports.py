@@ -149,6 +149,28 @@ def test_only_families_know_a_kind_of_model_by_name() -> None:
     assert knowing == []
 
 
+NAMING_A_KIND = {
+    "deepseek_v3": ("deepseek", 7),
+    "gemma": ("gemma", 13),
+    "gpt_oss": ("gpt.?oss", 11),
+    "internvl": ("internvl", 2),
+    "nemotron_h": ("nemotron", 5),
+    "qwen": ("qwen", 6),
+    "smolvlm": ("smolvlm", 2),
+}
+"""A kind of model's name in text, and the number of files outside its own that have it, which may only fall."""
+
+
+@pytest.mark.parametrize("kind", NAMING_A_KIND)
+def test_no_further_file_knows_a_kind_of_model_by_name(kind: str) -> None:
+    name, count = NAMING_A_KIND[kind]
+    own = {Path(f"backends/families/{kind}"), Path(f"backends/families/{kind}.py")}
+    others = [path for path in FILES if not own & {path, path.parent}]
+    assert any(path in own or path.parent in own for path in FILES)
+    found = [str(path) for path in others if re.search(name, (ROOT / path).read_text(), re.IGNORECASE)]
+    assert len(found) == count, found
+
+
 def test_opentelemetry_stays_in_its_room() -> None:
     assert all(path.startswith("tinker_server/observability/tracing/") for path in importers("opentelemetry"))
 

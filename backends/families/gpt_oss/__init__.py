@@ -18,6 +18,7 @@ from backends.patches import Patch
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
 ROUTER = "model.layers.*.mlp.router"
+UNSHARED = "trainer and engine lay out gpt-oss's experts anew, and otherwise than its files"
 EXPERTS = Patch(
     "biased-experts",
     "transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts",

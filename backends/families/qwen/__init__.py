@@ -48,7 +48,8 @@ class Qwen3VL:
     no video."""
 
     model_class: type[_BaseAutoModelClass] = AutoModelForImageTextToText
-    sees_whole_images = False
+    sees_whole_images = has_state_space = has_latent_attention = False
+    repeats_key_heads, unshared = True, None
     frozen: Sequence[str] = (TOWER, *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:

@@ -9,7 +9,7 @@
 - `grammars`, `grammar_process`: grammars that answers follow, and the process that tries them.
 - `weight_holder`: the process that holds one copy of a base for engine and trainer.
 - `chat`: vLLM's chat handlers on these sequences.
-- `vllm_patches`: the changes inside vLLM, listed in `targets`.
+- `vllm_patches`: the changes inside vLLM.
 """
 
 import logging

@@ -26,10 +26,9 @@ from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checke
 from backends.families.coverage import fp8_linears
 from backends.families.deepseek_v3 import not_loaded
 from backends.families.family import Family
-from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
 from backends.families.gpt_oss.experts import lay_out_experts
 from backends.families.nemotron_h import unlimit_time_steps
-from backends.formats.block_fp8 import SCALE
+from backends.formats.block_fp8 import SCALE, is_in_blocks
 from backends.formats.model_files import quantisation, tensor_bytes
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
@@ -129,8 +128,7 @@ def _model(
     # Mismatched sizes are named by `_check`.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     config = AutoConfig.from_pretrained(spec.directory)
-    is_quantised = quantisation(config) is not None
-    is_fp8 = is_quantised and config.model_type != GPT_OSS
+    is_fp8 = is_in_blocks(quantisation(config))
     stand_ins = {name: _StandIn(shape, getattr(torch, spec.dtype)) for name, shape in staying.items()}
     if tensors is not None:
         state: Mapping[str, Readable] = {**tensors.mapped, **tensors.own, **stand_ins}
@@ -143,7 +141,7 @@ def _model(
         with Files(Path(spec.directory), dtype) as files:
             slices: dict[str, Readable] = {name: files.slice(name) for name in files.names()}
             return _made_of(with_stacked_experts(slices | stand_ins), family, config, arguments)
-    if is_quantised:
+    if quantisation(config) is not None:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
     model, found = family.model_class.from_pretrained(spec.directory, **arguments)
     return model, found

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from backends.families.engine import correct_kinds, patch_kinds
+from backends.families import engine as of_kinds
 from backends.formats.stacked_adapters import open_adapter
 from backends.model_spec import DRAWN_TOKENS, ENGINE_GRAPHS_BYTES
 from backends.patches import for_device, require_as_written
@@ -67,7 +67,8 @@ def _patch_process() -> None:
     targets.GRAMMARS.replace(BoundedGrammar)
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
-    patch_kinds()
+    for patch in of_kinds.OF_PROCESS:
+        patch()
     read_fp8()
     widen_heads()
     keep_gated_norms()
@@ -102,7 +103,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         with self._made_for_context():
             super().load_model(**kwargs)
         mark(self.model_runner.get_model())
-        correct_kinds(self.model_runner.get_model())
+        for patch in of_kinds.OF_MODEL:
+            patch(self.model_runner.get_model())
 
     @contextmanager
     def _made_for_context(self) -> Iterator[None]:
