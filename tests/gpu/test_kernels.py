@@ -18,7 +18,7 @@ from backends.kernels.delta_rule import CHUNK, chunk_indices, packed_delta_rule
 from backends.kernels.delta_rule_gradients import of_queries_and_keys
 from backends.kernels.rotary import rotate
 from backends.sampler.engine.vllm_patches.float32_residual import add_and_norm
-from backends.trainer.lora.experts import _add_grouped_product
+from backends.trainer.lora.grouped import _add_grouped_product
 from backends.trainer.lora.linear import add_product, scaled
 from tests import delta_rule
 from tests.models import make_tiny_internvl
