@@ -98,9 +98,9 @@ class Running:
         operation's id, and what the model waits for until there is a result."""
         self.stop_rank()
         model = self.client.services.scheduler.actor(self.client.model_id).model
-        before = model.latest_work
+        before = model.handle.latest_work
         request_id = await ask()
-        await until(lambda: model.latest_work > before)
+        await until(lambda: model.handle.latest_work > before)
         await asyncio.sleep(0.2)
         kill(machine.process.pid)
         waited_for = set()

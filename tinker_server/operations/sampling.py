@@ -40,7 +40,7 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
     # Prompt tokens count once, however many continuations were sampled, and an image as what it expands to.
     cached = min(response.prompt_cache_hit_tokens, length)
     sampled = sum(len(sequence.tokens) for sequence in response.sequences)
-    work.used.update(prefill=length - cached, cached_prefill=cached, sampled=sampled)
+    work.used = {"prefill": length - cached, "cached_prefill": cached, "sampled": sampled}
     return response
 
 

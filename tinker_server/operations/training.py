@@ -34,7 +34,7 @@ from tinker_server.store.records import Checkpoint, TrainingRun
 from tinker_server.weights.lookup import WeightStores, loadable_directory
 
 
-async def forward_backward(_: WeightStores, model: Model, work: Work[None]) -> ForwardBackwardOutput:
+async def forward_backward(_stores: WeightStores, model: Model, work: Work[None]) -> ForwardBackwardOutput:
     """Compute log probabilities, and add the gradient of a forward_backward to the model's."""
     operation = work.operation
     assert operation.body is not None, "the body has been read"
@@ -46,7 +46,7 @@ async def forward_backward(_: WeightStores, model: Model, work: Work[None]) -> F
     return output
 
 
-async def optim_step(_: WeightStores, model: Model, work: Work[OptimStepRequest]) -> OptimStepResponse:
+async def optim_step(_stores: WeightStores, model: Model, work: Work[OptimStepRequest]) -> OptimStepResponse:
     """Apply the gradient, then clear it. A gradient that is incomplete is only cleared."""
     request = work.request
     _, trainer, loaded = await model.loaded()
@@ -78,7 +78,7 @@ async def create_model(stores: WeightStores, model: Model, work: Work[CreateMode
     return CreateModelResponse(model_id=run.model_id)
 
 
-async def unload_model(_: WeightStores, model: Model, __: Work[UnloadModelRequest]) -> UnloadModelResponse:
+async def unload_model(_stores: WeightStores, model: Model, _work: Work[UnloadModelRequest]) -> UnloadModelResponse:
     """Free the model's memory, and delete its snapshot."""
     await model.drop()
     return UnloadModelResponse(model_id=model.id)
