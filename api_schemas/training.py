@@ -56,8 +56,9 @@ class Trainable(BaseModel):
     full: bool = False
     """Whether all weights are trained instead of an adapter; `rank` and `seed` are then unused."""
     layout: Layout = "own"
-    """`service`: the hosted service's adapters, in which the experts of a layer share the factors on the hidden side.
-    `own`: every expert has an adapter of its own, as in all runs that were stored without this field."""
+    """`service`: the hosted service's adapters, in which the experts of a layer share the factors on the hidden side,
+    and which are of some rows of a linear, or leave it out, as `families/lora_names.py` says. `own`: every
+    linear and every expert has an adapter of its own, as in all runs that were stored without this field."""
 
     @property
     def lora_rank(self) -> int | None:

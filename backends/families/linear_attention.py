@@ -1,6 +1,41 @@
-"""What is replaced in linear attention: transformers' functions for packed samples, and the engine's gated norm."""
+"""Linear attention by the gated delta rule: the rows of its input projections, and what is replaced in transformers
+(functions for packed samples, Mamba2's too) and in the engine (the gated norm)."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from backends.families.rows import Rows
 from backends.patches import Patch
+
+GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
+"""Input projections of the decay and of beta: a row for each head."""
+
+
+def rows_of_inputs(layer: nn.Module, projection: str) -> Mapping[str, Rows]:
+    """Return the rows of an input projection of a layer that have adapters of their own in the hosted service, by the
+    names of these: of queries, keys, values and the gate z; in Mamba2 of the gate and the scan's input x, not of B, C
+    and the time steps. None of a module that does not have them together."""
+    sizes: Any = layer
+    if projection == "in_proj" and type(layer).__name__.endswith("Mamba2Mixer"):
+        width = sizes.intermediate_size
+        return {"gate_proj": Rows(0, width), "x_proj": Rows(width, 2 * width)}
+    if projection == "in_proj_qkv":
+        return _runs(1, {"q": sizes.key_dim, "k": sizes.key_dim, "v": sizes.value_dim})
+    if projection == "in_proj_qkvz":  # each head of keys has its own rows together
+        keys, values = sizes.head_k_dim, sizes.value_dim // sizes.num_k_heads
+        return _runs(sizes.num_k_heads, {"q": keys, "k": keys, "v": values, "z": values})
+    return {}
+
+
+def _runs(num_blocks: int, sizes: Mapping[str, int]) -> dict[str, Rows]:
+    """Return rows of these sizes, which follow each other in every block."""
+    found, begin = {}, 0
+    for name, size in sizes.items():
+        found[f"in_proj_{name}"] = Rows(begin, begin + size, num_blocks)
+        begin += size
+    return found
 
 
 def _module(name: str) -> str:

@@ -10,6 +10,8 @@ from backends.families import deepseek_v3
 from backends.families.family import Family, LoraFlag, TowerLora
 from backends.families.gpt_oss import ARCHITECTURE, has_own_experts
 from backends.families.gpt_oss.experts import BiasedExperts
+from backends.families.linear_attention import GATES, rows_of_inputs
+from backends.families.rows import Rows
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
@@ -84,6 +86,19 @@ def trained_modules(family: Family, model: PreTrainedModel, *, train_vision: boo
     if train_vision and family.vision is not None and family.vision.lora is not None:
         groups["train_vision"] = tower_modules(model, family.vision.lora)
     return groups
+
+
+def service_adapters(model: PreTrainedModel, name: str) -> Mapping[str, Rows] | None:
+    """Return the adapters of the module `name` in the hosted service's layout, by their names beside it and in the
+    order of their rows; none if it is not trained. None if it has the same in every layout.
+
+    The service's count of the numbers of each model says which these are.
+    """
+    parent, _, last = name.rpartition(".")
+    if last in (*GATES, *deepseek_v3.OUT_OF_LATENTS):
+        return {}
+    rows = rows_of_inputs(model.get_submodule(parent), last)
+    return {f"{parent}.{part}": found for part, found in rows.items()} if rows else None
 
 
 def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:

@@ -156,7 +156,7 @@ def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         x = torch.randn(5, inputs, requires_grad=True)
-        y, _ = lora_linears(x, [bytes_], a, b, sum_a, sum_b, torch.ones(1, rank))
+        y, _ = lora_linears(x, [bytes_], a, b, sum_a, sum_b, torch.ones(1, rank), [0, 0, outputs, 1], [outputs])
     y.sum().backward()
     assert any(one.dtype == torch.uint8 for one in saved) and not any(one.shape == weight.shape for one in saved)
 

@@ -19,6 +19,8 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """Linears of latent attention beside `o_proj`; a `q_proj` takes the place of the first two where queries have no
 latent."""
+OUT_OF_LATENTS = ("q_b_proj", "kv_b_proj")
+"""Those of them that the hosted service does not train."""
 NORM_EPSILON = 1e-6
 """Epsilon of the latents' norms, in transformers as in DeepSeek's own code, whatever the config says."""
 LATENT_NORMS = Patch(

@@ -10,9 +10,9 @@ L matrices, r rank of a model, I inputs and O outputs of a matrix, R summed rank
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 
 from api_schemas.training import Layout, Trainable
 from backends.families.family import LoraFlag
-from backends.families.lora_names import EXPERT_STACKS, UNGATED_STACKS, name_in_files
 from backends.kernels.pinned_copy import to_device
 from backends.protocol import InvalidInput
 from backends.trainer.distributed import ALONE, World
-from backends.trainer.lora.experts import ExpertAdapters, LoraExperts
-from backends.trainer.lora.linear import ALPHA, LoraLinear, TokenScales
+from backends.trainer.lora.linear import ALPHA, TokenScales
 from backends.trainer.lora.model import Group, LoraModel, StackedAdapter
+from backends.trainer.lora.target_modules import replace_modules
 
 _LAYOUTS_OF_BASE: frozenset[Layout] = frozenset({"own"})
 """As which the base alone computes."""
@@ -50,7 +49,7 @@ class Adapters:
         self._world = world
         self._text, self._tower = TokenScales(), TokenScales()
         self._tower.is_off = True
-        self._groups = _replace_modules(model, modules, self._text, self._tower)
+        self._groups = replace_modules(model, modules, self._text, self._tower)
         weight = model.get_output_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         self.gradient_dtype = torch.promote_types(self._dtype, torch.float32)
@@ -246,73 +245,6 @@ def _want_gradient(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tens
     Returns a copy, as an input with images is one too: code is compiled separately for what a graph begins with.
     """
     return output.requires_grad_().clone() if torch.is_grad_enabled() else output
-
-
-def _replace_modules(
-    model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], of_text: TokenScales, of_tower: TokenScales
-) -> list[Group]:
-    """Replace every linear and every layer's experts by a module that takes adapters."""
-    flags = {name: flag for flag, names in modules.items() for name in names}
-    found: dict[_Kind, list[_Member]] = {}
-    in_order: list[str] = []
-    for name in [name for name, _ in model.named_modules() if name in flags]:
-        parent_name, _, last = name.rpartition(".")
-        base = model.get_submodule(name)
-        scales = of_tower if flags[name] == "train_vision" else of_text
-        ours = LoraLinear(base, scales) if isinstance(base, nn.Linear) else LoraExperts(base, scales)
-        setattr(model.get_submodule(parent_name), last, ours)
-        for kind, layout, target, target_name, own_names in _matrices(name, ours):
-            names = [name_in_files(model, own_name) for own_name in own_names]
-            in_order += names
-            member = _Member(name_in_files(model, target_name), names, target)
-            shapes = (target.matrix_shape, target.num_matrices)
-            found.setdefault(_Kind(flags[name], kind, layout, *shapes), []).append(member)
-    positions = {name: position for position, name in enumerate(in_order)}
-    groups = []
-    for common, members in found.items():
-        target_names, names_by_target, targets = zip(*members, strict=True)
-        all_names = tuple(name for names in names_by_target for name in names)
-        places = tuple(positions[name] for name in all_names)
-        group = Group(common.flag, all_names, targets, target_names, places, common.layout)
-        if common.layout == "service":
-            expert_matrix = name_in_files(model, f".{common.name}").removeprefix(".")
-            group = replace(group, num_matrices=common.num_matrices, expert_matrix=expert_matrix)
-        groups.append(group)
-    return groups
-
-
-class _Kind(NamedTuple):
-    """What the matrices of a group have in common."""
-
-    flag: LoraFlag
-    name: str
-    layout: Layout | None
-    matrix_shape: torch.Size
-    num_matrices: tuple[int, int]
-
-
-class _Member(NamedTuple):
-    """A target module of a group."""
-
-    target_name: str
-    names: list[str]
-    target: LoraLinear | ExpertAdapters
-
-
-def _matrices(
-    name: str, module: LoraLinear | LoraExperts
-) -> Iterator[tuple[str, Layout | None, LoraLinear | ExpertAdapters, str, list[str]]]:
-    """Yield each kind of matrix in the module `name`: kind, the layout whose models have it, target module, its name,
-    and the names of the tensors."""
-    if isinstance(module, LoraLinear):
-        yield name.rpartition(".")[2], None, module, name, [name]
-        return
-    stacks = EXPERT_STACKS if module.has_gate else UNGATED_STACKS
-    for layout, matrices in module.adapters.items():
-        for projection, adapters in matrices.items():
-            stack = f"{name}.{stacks[projection]}"
-            own_names = [f"{name}.{i}.{projection}" for i in range(adapters.num_experts)]
-            yield projection, layout, adapters, stack, own_names if layout == "own" else [stack]
 
 
 def _initialise(model: LoraModel) -> None:

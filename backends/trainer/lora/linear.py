@@ -3,18 +3,21 @@
 For a token x of model m, of rank r:  y = W x + (alpha / r) B_m A_m x.
 
 The models' adapters lie side by side, as R ranks; a token has its model's scale in that model's rank slice and 0 in all
-others. Two plain products so serve any mix of models and ranks.
+others. Two plain products so serve any mix of models and ranks. A linear also may have adapters of some of its rows, or
+none: models of a microbatch can have different ones (`Trainable.layout`).
 
 T tokens of a microbatch, I inputs and O outputs of a linear, R summed ranks of its models, N = R for each of some
-linears
+adapters
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from backends.families.rows import Rows
 from backends.kernels.autograd import Context, needs_operator
 from backends.trainer.lora.packed_fp8 import unpacked
 
@@ -38,11 +41,11 @@ class TokenScales:
         """If true, bypass LoRA; outputs are bitwise those of the base."""
 
 
-class LoraLinear(nn.Module):
-    """A frozen linear and the adapters of the current microbatch, which `Adapters.load` sets.
+class LinearAdapters:
+    """The adapters of a linear, or of some of its rows, for the current microbatch; `Adapters.load` sets them.
 
-    The adapters' gradients are accumulated in `grad_a_RI` and `grad_b_RO`, in float32: autograd would round them to the
-    compute type, and hold one for each tensor.
+    Their gradients are accumulated in `grad_a_RI` and `grad_b_RO`, in float32: autograd would round them to the compute
+    type, and hold one for each tensor.
     """
 
     a_RI: Tensor
@@ -50,13 +53,30 @@ class LoraLinear(nn.Module):
     """B, transposed."""
     grad_a_RI: Tensor
     grad_b_RO: Tensor
+    num_matrices = (1, 1)
 
-    def __init__(self, base: nn.Linear, scales: TokenScales) -> None:
+    def __init__(self, rows: Rows, inputs: int) -> None:
+        self.rows = rows
+        self.matrix_shape = torch.Size((len(rows), inputs))
+        self.is_loaded = False
+
+    def take(self, a_1RI: Tensor, b_1RO: Tensor, grad_a_1RI: Tensor, grad_b_1RO: Tensor) -> None:
+        """Set the adapters and where their gradients are accumulated. Those of rank 0 are not computed with."""
+        self.a_RI, self.b_RO, self.grad_a_RI, self.grad_b_RO = a_1RI[0], b_1RO[0], grad_a_1RI[0], grad_b_1RO[0]
+        self.is_loaded = len(self.a_RI) > 0
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear and the adapters of the current microbatch."""
+
+    def __init__(self, base: nn.Linear, scales: TokenScales, parts: Sequence[Rows] = ()) -> None:
+        """`parts` are rows that have adapters of their own, in the order of the rows."""
         super().__init__()
         # FSDP2 knows the linear by its module: it stays where its weight is.
         self.base, self._scales = base, scales
-
-    num_matrices = (1, 1)
+        self.whole = LinearAdapters(Rows(0, base.out_features), base.in_features)
+        """Adapters of all rows."""
+        self.parts = [LinearAdapters(rows, base.in_features) for rows in parts]
 
     @property
     def weight(self) -> Tensor:
@@ -68,21 +88,16 @@ class LoraLinear(nn.Module):
         """[O], the base's."""
         return self.base.bias
 
-    @property
-    def matrix_shape(self) -> torch.Size:
-        """Outputs and inputs."""
-        return torch.Size((self.base.out_features, self.base.in_features))
-
-    def take(self, a_1RI: Tensor, b_1RO: Tensor, grad_a_1RI: Tensor, grad_b_1RO: Tensor) -> None:
-        """Set the adapters and where their gradients are accumulated."""
-        self.a_RI, self.b_RO, self.grad_a_RI, self.grad_b_RO = a_1RI[0], b_1RO[0], grad_a_1RI[0], grad_b_1RO[0]
-
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O], with the scales of the microbatch's tokens."""
         if self._scales.is_off:
             return cast(Tensor, self.base(x))
-        adapters = ([self.a_RI], [self.b_RO], [self.grad_a_RI], [self.grad_b_RO])
-        y: Tensor = lora_linears(x, [self.weight], *adapters, self._scales.scales_TR)[0]
+        loaded = [own for own in (self.whole, *self.parts) if own.is_loaded]
+        adapters = [own.a_RI for own in loaded], [own.b_RO for own in loaded]
+        gradients = [own.grad_a_RI for own in loaded], [own.grad_b_RO for own in loaded]
+        places = [number for own in loaded for number in (0, own.rows.begin, own.rows.end, own.rows.num_blocks)]
+        shapes = places, [self.base.out_features]
+        y: Tensor = lora_linears(x, [self.weight], *adapters, *gradients, self._scales.scales_TR, *shapes)[0]
         return y if self.bias is None else y + self.bias
 
 
@@ -105,10 +120,16 @@ def lora_linears(  # noqa: PLR0913
     grad_as_RI: Sequence[Tensor],
     grad_bs_RO: Sequence[Tensor],
     scales_TR: Tensor,
+    places: Sequence[int],
+    outputs: Sequence[int],
 ) -> list[Tensor]:
     """Return y [..., O] of each linear, of the same x [..., I]; last the scaled inner products [T, N] for backward,
-    which adds to `grad_as_RI` and `grad_bs_RO`."""
-    inputs = (x, weights_OI, as_RI, bs_RO, grad_as_RI, grad_bs_RO, scales_TR)
+    which adds to `grad_as_RI` and `grad_bs_RO`.
+
+    `places` has four numbers for each adapter: its linear, and the fields of its `Rows`. A linear's first adapter may
+    be of all rows; others are in the rows' order. `outputs` is O of each linear.
+    """
+    inputs = (x, weights_OI, as_RI, bs_RO, grad_as_RI, grad_bs_RO, scales_TR, places, outputs)
     if needs_operator(x):
         return cast(list[Tensor], _linears_operator(*inputs))
     return list(_EagerLinears.apply(*inputs))  # type: ignore[no-untyped-call]
@@ -122,45 +143,78 @@ def _linears(  # noqa: PLR0913
     grad_as_RI: Sequence[Tensor],  # noqa: ARG001 - kept for backward, like the next
     grad_bs_RO: Sequence[Tensor],  # noqa: ARG001
     scales_TR: Tensor,
+    places: Sequence[int],
+    outputs: Sequence[int],
 ) -> list[Tensor]:
     # The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
     x_TI = x.flatten(0, -2)
-    inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR)
-    ys = [
-        (inner_TR @ b_RO).addmm_(x_TI, unpacked(weight_OI, b_RO, x_TI).T).view(*x.shape[:-1], b_RO.shape[1])
-        for inner_TR, b_RO, weight_OI in zip(_parts(inner_TN, len(bs_RO)), bs_RO, weights_OI, strict=True)
-    ]
+    inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR) if as_RI else x_TI.new_empty(x_TI.shape[0], 0)
+    adapters = list(zip(_parts(inner_TN, len(bs_RO)), bs_RO, _split_places(places), strict=True))
+    ys = []
+    for index, (weight_OI, num_outputs) in enumerate(zip(weights_OI, outputs, strict=True)):
+        own = [(inner_TR, b_RO, rows) for inner_TR, b_RO, (linear, rows) in adapters if linear == index]
+        whole_OI = unpacked(weight_OI, num_outputs, x_TI.shape[1], like=x_TI)
+        y_TO = _low_rank(own, num_outputs).addmm_(x_TI, whole_OI.T) if own else x_TI @ whole_OI.T
+        ys.append(y_TO.view(*x.shape[:-1], num_outputs))
     return [*ys, inner_TN]
 
 
-def lora_linears_backward(
+def _low_rank(adapters: Sequence[tuple[Tensor, Tensor, Rows]], num_outputs: int) -> Tensor:
+    """Return [T, O], the sum of what a linear's adapters give in their rows: 0 in others."""
+    inner_TR, b_RO, rows = adapters[0]
+    if len(rows) == num_outputs:
+        y_TO, others = inner_TR @ b_RO, adapters[1:]
+        for inner_TR, b_RO, rows in others:
+            part = rows.of(y_TO)
+            part += (inner_TR @ b_RO).view_as(part)
+        return y_TO
+    y_TO, written = inner_TR.new_empty(inner_TR.shape[0], num_outputs), 0
+    for inner_TR, b_RO, rows in adapters:
+        part = rows.of(y_TO)
+        if rows.num_blocks == 1:
+            torch.mm(inner_TR, b_RO, out=part)
+        else:
+            part.copy_((inner_TR @ b_RO).view_as(part))
+        Rows(written, rows.begin, rows.num_blocks).of(y_TO).zero_()
+        written = rows.end
+    Rows(written, num_outputs // rows.num_blocks, rows.num_blocks).of(y_TO).zero_()
+    return y_TO
+
+
+def lora_linears_backward(  # noqa: PLR0913
     grad_ys: Sequence[Tensor],
     weights_OI: Sequence[Tensor],
     as_RI: Sequence[Tensor],
     bs_RO: Sequence[Tensor],
     scales_TR: Tensor,
+    places: Sequence[int],
+    num_inputs: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [..., I] and of the inner products [T, N], scaled."""
     compute = _backward_operator if needs_operator(grad_ys[0]) else _linears_backward
-    return compute(grad_ys, weights_OI, as_RI, bs_RO, scales_TR)
+    return compute(grad_ys, weights_OI, as_RI, bs_RO, scales_TR, places, num_inputs)
 
 
-def _linears_backward(
+def _linears_backward(  # noqa: PLR0913
     grad_ys: Sequence[Tensor],
     weights_OI: Sequence[Tensor],
     as_RI: Sequence[Tensor],
     bs_RO: Sequence[Tensor],
     scales_TR: Tensor,
+    places: Sequence[int],
+    num_inputs: int,
 ) -> tuple[Tensor, Tensor]:
     grads_TO = [grad_y.flatten(0, -2) for grad_y in grad_ys]
     grad_inner_TN = grads_TO[0].new_empty(grads_TO[0].shape[0], sum(b_RO.shape[0] for b_RO in bs_RO))
-    for grad_TO, b_RO, grad_inner_TR in zip(grads_TO, bs_RO, _parts(grad_inner_TN, len(bs_RO)), strict=True):
-        torch.mm(grad_TO, b_RO.T, out=grad_inner_TR)
-    scaled(grad_inner_TN, scales_TR)
-    grad_x_TI = grad_inner_TN @ _cat(as_RI)
+    parts = zip(_split_places(places), bs_RO, _parts(grad_inner_TN, len(bs_RO)), strict=True)
+    for (linear, rows), b_RO, grad_inner_TR in parts:
+        torch.mm(rows.of(grads_TO[linear]).flatten(1), b_RO.T, out=grad_inner_TR)
+    grad_x_TI = scaled(grad_inner_TN, scales_TR) @ _cat(as_RI) if as_RI else None
     for grad_TO, weight_OI in zip(grads_TO, weights_OI, strict=True):
-        grad_x_TI.addmm_(grad_TO, unpacked(weight_OI, grad_TO, grad_x_TI))
-    return grad_x_TI.view(*grad_ys[0].shape[:-1], grad_x_TI.shape[1]), grad_inner_TN
+        whole_OI = unpacked(weight_OI, grad_TO.shape[1], num_inputs, like=grad_TO)
+        grad_x_TI = grad_TO @ whole_OI if grad_x_TI is None else grad_x_TI.addmm_(grad_TO, whole_OI)
+    assert grad_x_TI is not None
+    return grad_x_TI.view(*grad_ys[0].shape[:-1], num_inputs), grad_inner_TN
 
 
 def add_lora_gradients(  # noqa: PLR0913
@@ -170,10 +224,11 @@ def add_lora_gradients(  # noqa: PLR0913
     grad_inner_TN: Tensor,
     grad_as_RI: Sequence[Tensor],
     grad_bs_RO: Sequence[Tensor],
+    places: Sequence[int],
 ) -> None:
     """Accumulate the gradients of A and B."""
     compute = _gradients_operator if needs_operator(x) else _add_gradients
-    compute(grad_ys, x, inner_TN, grad_inner_TN, grad_as_RI, grad_bs_RO)
+    compute(grad_ys, x, inner_TN, grad_inner_TN, grad_as_RI, grad_bs_RO, places)
 
 
 def _add_gradients(  # noqa: PLR0913
@@ -183,16 +238,24 @@ def _add_gradients(  # noqa: PLR0913
     grad_inner_TN: Tensor,
     grad_as_RI: Sequence[Tensor],
     grad_bs_RO: Sequence[Tensor],
+    places: Sequence[int],
 ) -> None:
-    for grad_b_RO, inner_TR, grad_y in zip(grad_bs_RO, _parts(inner_TN, len(grad_bs_RO)), grad_ys, strict=True):
-        add_product(grad_b_RO, inner_TR, grad_y.flatten(0, -2))
+    grads_TO = [grad_y.flatten(0, -2) for grad_y in grad_ys]
+    parts = zip(grad_bs_RO, _parts(inner_TN, len(grad_bs_RO)), _split_places(places), strict=True)
+    for grad_b_RO, inner_TR, (linear, rows) in parts:
+        add_product(grad_b_RO, inner_TR, rows.of(grads_TO[linear]).flatten(1))
     x_TI = x.flatten(0, -2)
     if len(grad_as_RI) == 1:
         add_product(grad_as_RI[0], grad_inner_TN, x_TI)
-    else:  # x is read once
+    elif grad_as_RI:  # x is read once
         grad_a_NI = grad_as_RI[0].new_zeros(grad_inner_TN.shape[1], x_TI.shape[1])
         add_product(grad_a_NI, grad_inner_TN, x_TI)
         torch._foreach_add_(list(grad_as_RI), list(grad_a_NI.split(grad_as_RI[0].shape[0])))
+
+
+def _split_places(places: Sequence[int]) -> list[tuple[int, Rows]]:
+    """Return each adapter's linear and rows."""
+    return [(places[i], Rows(*places[i + 1 : i + 4])) for i in range(0, len(places), 4)]
 
 
 # Custom operators: torch.compile does not trace them. It would copy y before adding to it, round the adapters'
@@ -223,7 +286,9 @@ def summed_at_once(num_tokens: int) -> list[slice]:
 
 
 def _parts(tensor_TN: Tensor, count: int) -> Sequence[Tensor]:
-    """Return [T, R] of each linear; R may be 0."""
+    """Return [T, R] of each adapter; R may be 0."""
+    if not count:
+        return ()
     return tensor_TN.view(tensor_TN.shape[0], count, tensor_TN.shape[1] // count).unbind(1)
 
 
@@ -232,14 +297,18 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _LinearsContext(Context, Protocol):
-    num_linears: int
+    places: Sequence[int]
+    counts: list[int]
+    """Linears, then four times adapters."""
 
 
 def _save(
-    ctx: _LinearsContext, inputs: tuple[Tensor, *tuple[list[Tensor], ...], Tensor], output: Sequence[Tensor]
+    ctx: _LinearsContext,
+    inputs: tuple[Tensor, *tuple[list[Tensor], ...], Tensor, Sequence[int], Sequence[int]],
+    output: Sequence[Tensor],
 ) -> None:
-    x, *lists, scales_TR = inputs
-    ctx.num_linears = len(lists[0])
+    x, *lists, scales_TR, ctx.places, _ = inputs
+    ctx.counts = [len(tensors) for tensors in lists]
     ctx.save_for_backward(x, output[-1], scales_TR, *(tensor for tensors in lists for tensor in tensors))
 
 
@@ -251,17 +320,18 @@ def _x_gradient(
 ) -> Tensor:
     """Return the gradient of x, and accumulate those of A and B."""
     x, inner_TN, scales_TR, *tensors = ctx.saved_tensors
-    count = ctx.num_linears
-    weights, as_RI, bs_RO, grad_as, grad_bs = (tensors[i * count : (i + 1) * count] for i in range(5))
-    grad_ys = grads[:count]
-    grad_x, grad_inner_TN = backward(grad_ys, weights, as_RI, bs_RO, scales_TR)
-    add_gradients(grad_ys, x, inner_TN, grad_inner_TN, grad_as, grad_bs)
+    remaining = iter(tensors)
+    weights, as_RI, bs_RO, grad_as, grad_bs = (list(islice(remaining, count)) for count in ctx.counts)
+    grad_ys = grads[: len(weights)]
+    grad_x, grad_inner_TN = backward(grad_ys, weights, as_RI, bs_RO, scales_TR, ctx.places, x.shape[-1])
+    add_gradients(grad_ys, x, inner_TN, grad_inner_TN, grad_as, grad_bs, ctx.places)
     return grad_x
 
 
 def _backward(ctx: _LinearsContext, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
     grad_x = _x_gradient(ctx, grads, _backward_operator, _gradients_operator)
-    return grad_x, *([None] * ctx.num_linears for _ in range(5)), None
+    # torch takes an empty list of numbers for a list of tensors.
+    return grad_x, *([None] * count for count in ctx.counts), None, None if ctx.places else [], None
 
 
 class _EagerLinears(torch.autograd.Function):
@@ -275,32 +345,39 @@ class _EagerLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _x_gradient(ctx, grads, _linears_backward, _add_gradients), *(None,) * 6
+        return _x_gradient(ctx, grads, _linears_backward, _add_gradients), *(None,) * 8
 
 
 # shape[0] and never len(), which would fix the number of tokens in compiled code.
 @_linears_operator.register_fake
-def _(
+def _(  # noqa: PLR0913
     x: Tensor,
     weights_OI: Sequence[Tensor],  # noqa: ARG001
     as_RI: Sequence[Tensor],
-    bs_RO: Sequence[Tensor],
-    *_: Sequence[Tensor] | Tensor,
+    bs_RO: Sequence[Tensor],  # noqa: ARG001
+    grad_as_RI: Sequence[Tensor],  # noqa: ARG001
+    grad_bs_RO: Sequence[Tensor],  # noqa: ARG001
+    scales_TR: Tensor,  # noqa: ARG001
+    places: Sequence[int],  # noqa: ARG001
+    outputs: Sequence[int],
 ) -> list[Tensor]:
     inner = x.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
-    return [*(x.new_empty(*x.shape[:-1], b_RO.shape[1]) for b_RO in bs_RO), x.new_empty(inner)]
+    return [*(x.new_empty(*x.shape[:-1], num_outputs) for num_outputs in outputs), x.new_empty(inner)]
 
 
 @_backward_operator.register_fake
-def _(
+def _(  # noqa: PLR0913
     grad_ys: Sequence[Tensor],
     weights_OI: Sequence[Tensor],  # noqa: ARG001
     as_RI: Sequence[Tensor],
-    *_: Sequence[Tensor] | Tensor,
+    bs_RO: Sequence[Tensor],  # noqa: ARG001
+    scales_TR: Tensor,  # noqa: ARG001
+    places: Sequence[int],  # noqa: ARG001
+    num_inputs: int,
 ) -> tuple[Tensor, Tensor]:
     grad_y = grad_ys[0]
     inner = grad_y.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
-    return grad_y.new_empty(*grad_y.shape[:-1], as_RI[0].shape[1]), grad_y.new_empty(inner)
+    return grad_y.new_empty(*grad_y.shape[:-1], num_inputs), grad_y.new_empty(inner)
 
 
 _linears_operator.register_autograd(_backward, setup_context=_save)

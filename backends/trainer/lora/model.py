@@ -33,7 +33,7 @@ from backends.trainer.distributed import (
     whole_gradients,
 )
 from backends.trainer.lora.experts import ExpertAdapters
-from backends.trainer.lora.linear import LoraLinear
+from backends.trainer.lora.linear import LinearAdapters
 from backends.trainer.optimizer import MOMENTS, all_finite, keeping_state, move, prepare_step, step_on_device
 from backends.trainer.trained_weights import GradientState
 
@@ -48,8 +48,8 @@ class Group:
     flag: LoraFlag
     names: tuple[str, ...]
     """Names of the adapter's tensors in files: of each matrix, or of those of a layer's experts."""
-    targets: tuple[LoraLinear | ExpertAdapters, ...]
-    """Target modules: one matrix each, or those of a layer's experts."""
+    targets: tuple[LinearAdapters | ExpertAdapters, ...]
+    """Target modules: one matrix each, or some of its rows, or the matrices of a layer's experts."""
     target_names: tuple[str, ...]
     """The engine's names of the target modules: a linear's own, and one for all experts of a layer."""
     positions: tuple[int, ...]

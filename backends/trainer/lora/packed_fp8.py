@@ -28,9 +28,9 @@ class PackedLinear(nn.Linear):
         return functional.linear(x, whole_OI, self.bias)
 
 
-def unpacked(weight: Tensor, outputs: Tensor, inputs: Tensor) -> Tensor:
-    """Return a linear's weight [O, I] in the type of `inputs` [..., I]; `outputs` is [..., O]. One that is not packed
-    is returned as it is."""
+def unpacked(weight: Tensor, num_outputs: int, num_inputs: int, like: Tensor) -> Tensor:
+    """Return a linear's weight [O, I], of these sizes, in the type of `like`. One that is not packed is returned as it
+    is."""
     if weight.dtype != torch.uint8:
         return weight
-    return block_fp8.unpack(weight, inputs.new_empty(outputs.shape[-1], inputs.shape[-1]))
+    return block_fp8.unpack(weight, like.new_empty(num_outputs, num_inputs))

@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,14 +67,18 @@ def merge_linears(graph: fx.Graph) -> None:
     siblings: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = {}
     operator = torch.ops.tinker_server.lora_linears.default
     for node in graph.find_nodes(op="call_function", target=operator):
-        x, *_, scales_TR = node.args
+        x, *_, scales_TR, _, _ = node.args
         siblings.setdefault((x, scales_TR), []).append(node)
     for (x, scales_TR), nodes in siblings.items():
-        tensors = [[one for (one,) in lists] for lists in zip(*(node.args[1:-1] for node in nodes), strict=True)]
-        if len(nodes) == 1 or any(one.op not in ("placeholder", "get_attr") for lists in tensors for one in lists):
+        args: list[tuple[Any, ...]] = [node.args for node in nodes]
+        tensors = [list(chain(*kind)) for kind in zip(*(own[1:6] for own in args), strict=True)]
+        if len(nodes) == 1 or any(tensor.op not in ("placeholder", "get_attr") for kind in tensors for tensor in kind):
             continue
+        # A place begins with the linear that it is in.
+        places = [n if i % 4 else index for index, own in enumerate(args) for i, n in enumerate(own[7])]
+        outputs = [num_outputs for own in args for num_outputs in own[8]]
         with graph.inserting_before(nodes[0]):
-            merged = graph.call_function(operator, (x, *tensors, scales_TR))
+            merged = graph.call_function(operator, (x, *tensors, scales_TR, places, outputs))
         for index, node in enumerate(nodes):
             for output in list(node.users):
                 assert output.args == (node, 0)  # the inner products are for backward alone

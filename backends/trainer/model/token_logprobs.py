@@ -190,8 +190,11 @@ def _add_gradients(
 ) -> Tensor:
     """Return the gradient of hidden [T, H]; accumulate those of the head's adapters."""
     grad_TH: Tensor
-    grad_TH, grad_inner_TR = lora_linears_backward([grad_logits_TV], [head.weight], [head.a_RI], [head.b_RO], scales_TR)
-    add_lora_gradients([grad_logits_TV], hidden_TH, inner_TR, grad_inner_TR, [head.grad_a_RI], [head.grad_b_RO])
+    own, width = head.whole, hidden_TH.shape[1]
+    adapters, places = ([own.a_RI], [own.b_RO]), [0, 0, own.rows.end, 1]
+    grad_TH, grad_inner_TR = lora_linears_backward([grad_logits_TV], [head.weight], *adapters, scales_TR, places, width)
+    gradients = [own.grad_a_RI], [own.grad_b_RO]
+    add_lora_gradients([grad_logits_TV], hidden_TH, inner_TR, grad_inner_TR, *gradients, places)
     return grad_TH
 
 
@@ -201,18 +204,18 @@ def _widened(head: LoraLinear, num_tokens: int) -> Tensor | None:
     if num_tokens < MANY_TOKENS:
         return None
     num_outputs, width = head.weight.shape
-    weight_VH = head.weight.new_empty(num_outputs, width + head.b_RO.shape[0])
-    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.b_RO.T  # torch.cat takes 1.5x as long
+    weight_VH = head.weight.new_empty(num_outputs, width + head.whole.b_RO.shape[0])
+    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.whole.b_RO.T  # torch.cat takes 1.5x as long
     return weight_VH
 
 
 def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
     """Return [T, V] in float32, and the scaled inner products [T, R]."""
-    inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
+    inner_TR = scaled(hidden_TH @ head.whole.a_RI.T, scales_TR)
     if widened_VH is not None:
         return _head_logits(torch.cat([hidden_TH, inner_TR], 1), widened_VH, head.bias), inner_TR
     logits_TV = _head_logits(hidden_TH, head.weight, head.bias)
-    add_product(logits_TV, inner_TR.T, head.b_RO)
+    add_product(logits_TV, inner_TR.T, head.whole.b_RO)
     return logits_TV, inner_TR
 
 
