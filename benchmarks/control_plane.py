@@ -29,6 +29,7 @@ from api_schemas import tinker_wire_pb2 as pb
 from tests.fakes import FakeBackend
 from tinker_server.__main__ import listen, loop_factory
 from tinker_server.app import create_app
+from tinker_server.observability.progress import Processes
 from tinker_server.settings import Settings
 from tinker_server.web.server import Server
 
@@ -51,9 +52,11 @@ def serve(ready: Connection, data_dir: Path, database_url: str) -> None:
         async def bare(request: Request) -> dict[str, int]:
             return {"size": len(await request.body())}
 
-        async with app.router.lifespan_context(app):
-            server = Server(app, app.state.services.drain, lambda: ready.send(listener.getsockname()[1]))
-            await server.serve(sockets=[listener])
+        server = Server(app, Processes())
+        async with server.listening(listener), app.router.lifespan_context(app):
+            server.open(app.state.services.drain)
+            ready.send(listener.getsockname()[1])
+            await server.wait_closed()
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run())

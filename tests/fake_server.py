@@ -15,6 +15,7 @@ from api_schemas import tinker_wire_pb2 as pb
 from tests.fakes import FakeBackend
 from tinker_server.__main__ import listen
 from tinker_server.app import create_app
+from tinker_server.observability.progress import Processes
 from tinker_server.settings import Settings
 from tinker_server.web.server import Server
 
@@ -36,29 +37,37 @@ class Running:
         around: Callable[[ASGIApp], ASGIApp] | None = None,
         backend: FakeBackend | None = None,
         clock: Callable[[], float] | None = None,
+        is_awaited: bool = True,
         **settings: Any,
     ) -> None:
+        """`is_awaited`: return once the server is ready."""
         self.backend = backend or FakeBackend()
+        self.processes = Processes()
         self._around = around
         self._clock = clock
         values = {"poll_hold_s": HOLD_S, "gap_grace_s": 1.5, "max_body_bytes": 1 << 20, "drain_s": 1} | settings
         self.settings = Settings(data_dir=data_dir, **values)
-        self._listening = threading.Event()
+        self._ready = threading.Event()
         self._listener = listen("127.0.0.1", 0)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        assert self._listening.wait(60)
+        if is_awaited:
+            self.wait_until_ready()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         headers = {"accept": "application/x-protobuf, application/json", "x-api-key": "tml-test"}
         self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=20, headers=headers)
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        app = self.app = create_app(self.settings, self.backend, self._clock)
-        async with app.router.lifespan_context(app):
-            front: Any = app if self._around is None else self._around(app)
-            self._server = Server(front, app.state.services.drain, self._listening.set)
-            await self._server.serve(sockets=[self._listener])
+        app = self.app = create_app(self.settings, self.backend, self._clock, self.processes.note)
+        self._server = Server(app if self._around is None else self._around(app), self.processes)
+        async with self._server.listening(self._listener), app.router.lifespan_context(app):
+            self._server.open(app.state.services.drain)
+            self._ready.set()
+            await self._server.wait_closed()
+
+    def wait_until_ready(self) -> None:
+        assert self._ready.wait(60)
 
     def stop(self) -> None:
         self.http.close()

@@ -40,6 +40,7 @@ from tests.fakes import FakeBackend
 from tests.specs import tiny_spec
 from tinker_server.__main__ import listen
 from tinker_server.app import create_app
+from tinker_server.observability.progress import Processes
 from tinker_server.settings import Settings
 from tinker_server.web.server import Server
 
@@ -230,16 +231,13 @@ async def serving(directory: Path) -> AsyncIterator[Client]:
         model: Any = backend.tiny
         model.trainer, model.sampler = trainer, sampler  # real ones
         app = create_app(Settings(data_dir=directory / "data", drain_s=1, poll_hold_s=1), backend)
+        listener, server = listen("127.0.0.1", 0), Server(app, Processes())
         await stack.enter_async_context(app.router.lifespan_context(app))
-        listener, listening = listen("127.0.0.1", 0), asyncio.Event()
-        server = Server(app, app.state.services.drain, listening.set)
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-        await listening.wait()
+        await stack.enter_async_context(server.listening(listener))
+        server.open(app.state.services.drain)
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         yield Client(walk, reader, writer)
         writer.close()
-        server.should_exit = True
-        await running
 
 
 async def _start_rank(_: ModelSpec, __: Others) -> list[Child]:

@@ -103,7 +103,7 @@ def raise_file_limit() -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. It is made before the models are loaded, so that a port in use is reported at once.
 
-    A socket that is only bound lets another server bind the same port. Clients that connect early wait.
+    A socket that is only bound lets another server bind the same port.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -172,12 +172,14 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         print(url, flush=True)
 
     log.info("loading %s", ", ".join(f"{n} from {s}" for n, s in settings.backend.models.items()))
-    with progress.shown() as on_loading:
-        app = create_app(settings, on_loading=on_loading)
-        async with app.router.lifespan_context(app):
-            server = Server(app, app.state.services.drain, announce)
+    with progress.shown() as shown:
+        app = create_app(settings, on_loading=shown.on_loading)
+        server = Server(app, shown.processes)
+        async with server.listening(listener), app.router.lifespan_context(app):
             on_signal(lambda: server.handle_exit(signal.SIGINT, None))
-            await server.serve(sockets=[listener])
+            server.open(app.state.services.drain)
+            announce()
+            await server.wait_closed()
             log.info("stopping")
             app.state.services.storage.lease.require()  # raises if a lost lease, not a signal, stopped it
         log.info("stopped")

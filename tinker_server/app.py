@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from backends.protocol import Backend, OnLoading, ignore_loading
+from backends.protocol import Backend, Loading, OnLoading, ignore_loading
 from tinker_server.accounts import Records
 from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
@@ -160,9 +160,12 @@ async def serving(
         stack.enter_context(hold(settings.data_dir))
         db = Database(settings.resolved_database_url(), synchronous=settings.synchronous)
         stack.push_async_callback(db.close)
-        await stack.enter_async_context(db.sole_use())
-        await db.migrate()
-        backend = backend or _described_backend(settings, on_loading)
+        with report(on_loading, "opens the database"):
+            await stack.enter_async_context(db.sole_use())
+            await db.migrate()
+        if backend is None:
+            with report(on_loading, "imports PyTorch"):
+                backend = await asyncio.to_thread(_described_backend, settings, on_loading)
         stack.push_async_callback(backend.stop)
         await backend.start()
         services = build_services(settings, db, backend, tracing, clock or SteadyClock())
@@ -170,12 +173,23 @@ async def serving(
         stack.callback(services.uploads.close)
         if tracing is not None:
             stack.push_async_callback(tracing.close)
-        await stack.enter_async_context(working(services))
+        with report(on_loading, "resumes unfinished operations"):
+            await stack.enter_async_context(working(services))
         yield services
 
 
+@contextlib.contextmanager
+def report(on_loading: OnLoading, doing: str) -> Iterator[None]:
+    """Report what the server itself does within the block."""
+    on_loading("server", Loading(doing))
+    try:
+        yield
+    finally:
+        on_loading("server", None)
+
+
 def _described_backend(settings: Settings, on_loading: OnLoading) -> Backend:
-    from backends.configure.create import LocalBackend  # slow to import: brings torch and vLLM
+    from backends.configure.create import LocalBackend  # takes seconds, for it imports torch
 
     return LocalBackend(settings.resolved_backend(), on_loading)
 

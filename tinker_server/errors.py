@@ -14,7 +14,7 @@ TinkerServerError
 ├── Busy 429: an owner has too much in flight; its clients wait and retry
 ├── Cancelled 410: only in futures of samples
 ├── ChatFailed 500: only from the chat endpoints; UploadFailed 500
-└── DatabaseUnavailable (DiskFull, Superseded), KeysUnreadable, ShuttingDown 503
+└── DatabaseUnavailable (DiskFull, Superseded), KeysUnreadable, StillStarting, ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no permanent refusal has one of these.
 """
@@ -261,6 +261,12 @@ class DiskFull(DatabaseUnavailable):
 
 class Superseded(DatabaseUnavailable):
     """Another server has taken the database's lease; this one stops and writes nothing more."""
+
+
+class StillStarting(TinkerServerError):
+    """The server is not ready yet; the same request succeeds once it is."""
+
+    status = 503
 
 
 class ShuttingDown(TinkerServerError):

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from backends.protocol import Loading, OnLoading
+from backends.protocol import Loading
 
 log = logging.getLogger(__name__)
 LINES_S = 10.0
@@ -29,14 +29,14 @@ _LAST_LINES_S = 2.0
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[OnLoading]:
-    """Show reported progress on standard error within the block."""
+def shown() -> Iterator["Bars | Lines"]:
+    """Show the progress that the result's `on_loading` gets on standard error within the block."""
     terminal = sys.stderr
     if terminal.isatty() and not Console(file=terminal).is_dumb_terminal:
         with Bars(terminal) as bars:
-            yield bars.on_loading
+            yield bars
     else:
-        yield Lines().on_loading
+        yield Lines()
 
 
 class Processes:
@@ -66,20 +66,20 @@ class Lines:
 
     def __init__(self, every_s: float = LINES_S) -> None:
         self._every_s = every_s
-        self._processes = Processes()
+        self.processes = Processes()
         self._next: asyncio.TimerHandle | None = None
 
     def on_loading(self, process: str, loading: Loading | None) -> None:
         """Implement OnLoading."""
-        self._processes.note(process, loading)
-        if self._next is not None and not self._processes:
+        self.processes.note(process, loading)
+        if self._next is not None and not self.processes:
             self._next.cancel()
             self._next = None
-        elif self._next is None and self._processes:
+        elif self._next is None and self.processes:
             self._next = asyncio.get_running_loop().call_later(self._every_s, self._log_progress)
 
     def _log_progress(self) -> None:
-        for process, loading, seconds in self._processes.rows():
+        for process, loading, seconds in self.processes.rows():
             parts = [loading.doing, amount(loading), f"{seconds:.0f} s"]
             log.info("loading: %s %s", process, ", ".join(filter(None, parts)))
         self._next = asyncio.get_running_loop().call_later(self._every_s, self._log_progress)
@@ -95,7 +95,7 @@ class Bars:
     def __init__(self, terminal: TextIO) -> None:
         self._terminal = terminal
         self._console = Console(file=terminal)
-        self._processes = Processes()
+        self.processes = Processes()
         self._live: Live | None = None
         self._sharing = contextlib.ExitStack()
         self._copying: threading.Thread
@@ -113,8 +113,8 @@ class Bars:
 
     def on_loading(self, process: str, loading: Loading | None) -> None:
         """Implement OnLoading."""
-        self._processes.note(process, loading)
-        self._draw(is_needed=bool(self._processes))
+        self.processes.note(process, loading)
+        self._draw(is_needed=bool(self.processes))
 
     def _draw(self, *, is_needed: bool) -> None:
         """Start or stop drawing. A terminal that has closed raises nothing."""
@@ -137,7 +137,7 @@ class Bars:
         table = Table.grid(padding=(0, 1))
         for _ in range(5):
             table.add_column(no_wrap=True)
-        for process, loading, seconds in self._processes.rows():
+        for process, loading, seconds in self.processes.rows():
             known = loading.total_bytes > 0
             bar = ProgressBar(loading.total_bytes or None, loading.done_bytes, _BAR_COLUMNS, pulse=not known)
             table.add_row(process, bar, f"{seconds:.0f} s", loading.doing, amount(loading))

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from api_schemas.service import HealthResponse
 from tinker_server import VERSION
-from tinker_server.errors import DiskFull
+from tinker_server.errors import DiskFull, StillStarting
 from tinker_server.web.deps import AppSettings
 from tinker_server.web.refusals import refused
 
@@ -20,9 +20,9 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="health")
 """The check has its own thread: the shared ones may all be decoding, and a late answer gets the server restarted."""
 
 
-@router.get("/healthz", responses=refused(DiskFull))
+@router.get("/healthz", responses=refused(DiskFull, StillStarting))
 async def healthz(settings: AppSettings) -> HealthResponse:
-    """Answer 200 if the server accepts requests and has room to store them."""
+    """Answer 200 if the server is ready and has room to store requests."""
     await asyncio.get_running_loop().run_in_executor(_THREAD, require_room, settings.data_dir)
     return HealthResponse()
 

@@ -15,6 +15,8 @@ request) for 20 s."""
 PART_OF_STRANGERS, PART_OF_ALL = 0.25, 0.75
 """Parts of the process's file descriptors: what strangers always have, and what all connections may take. The others
 are for files, the database and the engines."""
+MOST_HELD, PART_OF_HELD = 4096, 0.5
+"""Requests that wait for the server to start, and their part of all connections: each of them has one."""
 PREFIX_IPV6 = 64
 """Bits of an IPv6 address that tell clients apart: whoever has one has 2**64."""
 
@@ -70,6 +72,7 @@ class Connections:
             num_descriptors = 2 * MOST
         self._most = min(MOST, int(num_descriptors * PART_OF_ALL))
         self._always = int(num_descriptors * PART_OF_STRANGERS)
+        self.most_held = min(MOST_HELD, int(self._most * PART_OF_HELD))
         self.strangers, self.owners = Accounts(), Accounts()
 
     def make_room(self) -> None:

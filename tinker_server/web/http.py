@@ -16,6 +16,9 @@ HEAD_BYTES = 64 << 10
 NUM_HEADERS = 128
 BELONGS_TO = "connection_belongs_to"
 """Key in a request's `state` of the function that takes the owner of its key."""
+CONNECTION_LOST = "connection_lost"
+"""Key in a request's `state` of the future that is done once its connection is lost. Nothing is read, and no loss is
+noticed, while more than 64 KiB of a body wait for the app."""
 NUM_WAITING = 8
 """Requests that may wait on a connection for the answer to an earlier one. Common clients never send a second request
 before the first one's answer; each that waits costs memory before its key is known."""
@@ -36,12 +39,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._advanced = False
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._lost: asyncio.Future[None] = self.loop.create_future()
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_complete()
         self._was_read()
         self._count(None, "")
+        self._lost.set_result(None)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -107,7 +112,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._advanced = True
         self._head_bytes = self._num_headers = 0
         super().on_message_begin()
-        self.scope["state"][BELONGS_TO] = self.belongs_to
+        self.scope["state"].update({BELONGS_TO: self.belongs_to, CONNECTION_LOST: self._lost})
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:

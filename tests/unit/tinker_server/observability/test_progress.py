@@ -6,12 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from backends.protocol import Loading
+from tests.fakes import FakeBackend
 from tests.terminal import terminal
-from tinker_server.observability.progress import Bars, Lines, amount
+from tinker_server.app import create_app
+from tinker_server.errors import StartFailed
+from tinker_server.observability.progress import Bars, Lines, Processes, amount
+from tinker_server.settings import Settings
 
 
 def test_amounts_have_the_unit_of_the_whole() -> None:
@@ -39,6 +44,26 @@ async def test_the_log_has_a_line_for_each_process_until_it_is_ready(caplog: pyt
     num_lines = len(caplog.messages)
     await asyncio.sleep(0.05)
     assert len(caplog.messages) == num_lines
+
+
+@pytest.mark.heavy
+async def test_the_server_reports_its_own_steps_until_it_is_ready(tmp_path: Path) -> None:
+    reported: list[tuple[str, Loading | None]] = []
+    app = create_app(Settings(data_dir=tmp_path), FakeBackend(), on_loading=lambda *what: reported.append(what))
+    async with app.router.lifespan_context(app):
+        steps = [Loading("opens the database"), None, Loading("resumes unfinished operations"), None]
+        assert reported == [("server", step) for step in steps]
+
+
+@pytest.mark.heavy
+async def test_a_step_that_fails_is_reported_no_longer(tmp_path: Path) -> None:
+    starting = Processes()
+    (tmp_path / "tinker-server.db").write_bytes(b"no database" * 100)
+    app = create_app(Settings(data_dir=tmp_path), FakeBackend(), on_loading=starting.note)
+    with pytest.raises(StartFailed, match="not a database"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert not starting
 
 
 def test_on_a_terminal_each_process_has_a_line_and_no_other_line_is_lost() -> None:
