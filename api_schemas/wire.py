@@ -160,7 +160,8 @@ def _unknown(message: Message) -> str:
     """Name a field of a chunk or tensor that is not known. Protobuf ignores it, and it may change the numbers."""
     kind = message.WhichOneof("chunk") if isinstance(message, pb.Chunk) else None
     parts = [message] if kind is None else [message, getattr(message, kind)]
-    return next(_not_known(field.field_number, part) for part in parts for field in UnknownFieldSet(part))
+    part = next(part for part in parts if UnknownFieldSet(part))
+    return _not_known(UnknownFieldSet(part)[0].field_number, part)
 
 
 def _not_known(number: int, message: Message | type[Message]) -> str:
