@@ -102,7 +102,7 @@ class WeightsInfoResponse(Response):
 
     base_model: BaseModelName
     is_lora: bool = True
-    """Whether they are of a LoRA adapter, not of a whole model."""
+    """Whether they are of a LoRA adapter; false for a whole model that an older server trained."""
     lora_rank: int | None
     """Rank of the adapter; absent for a whole model."""
     train_unembed: bool

@@ -60,7 +60,7 @@ class OwnedRun(Response):
     owner: Owner
     base_model: BaseModelName
     lora_rank: int | None
-    """Rank of the adapter; null if all weights train."""
+    """Rank of the adapter; null for a whole model."""
     place: Literal["memory", "disk", "ended"]
     """`memory`: the trainer holds its model; `disk`: until its next operation; `ended`: only checkpoints are left."""
     memory_bytes: int

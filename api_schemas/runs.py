@@ -17,7 +17,7 @@ class TrainingRunInfo(Response):
     base_model: BaseModelName
     model_owner: OwnerUrn
     is_lora: bool = True
-    """Whether the model is a LoRA adapter, not a whole model in training."""
+    """Whether the model is a LoRA adapter; false for a whole model that an older server trained."""
     lora_rank: int | None
     """Rank of the adapter; null for a whole model."""
     corrupted: bool = False

@@ -54,7 +54,7 @@ class Trainable(BaseModel):
     train_vision: bool = False
     """Whether the adapter covers the vision tower and its mergers."""
     full: bool = False
-    """Whether all weights are trained instead of an adapter; `rank` and `seed` are then unused."""
+    """Whether all weights were trained instead of an adapter, by an older server; it cannot be loaded."""
     layout: Layout = "own"
     """`service`: the hosted service's adapters, in which the experts of a layer share the factors on the hidden side,
     and which are of some rows of a linear, or leave it out, as `families/lora_names.py` says. `own`: every
@@ -62,7 +62,7 @@ class Trainable(BaseModel):
 
     @property
     def lora_rank(self) -> int | None:
-        """Return the adapter's rank, or None if all weights are trained."""
+        """Return the adapter's rank, or None if all weights were trained."""
         return None if self.full else self.rank
 
 
@@ -85,7 +85,7 @@ class CreateModelRequest(Request):
     """Free-form metadata, which is listed. Only `train_vision` has an effect: 'true' or 'false' says whether the
     adapter covers the vision tower, on a server that trains it."""
     lora_config: LoraConfig | None = None
-    """The adapter. On a server that trains all weights it selects which are trained, and its rank is ignored."""
+    """The adapter."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer. Models here have adamw."""
 
@@ -134,7 +134,7 @@ class GetInfoResponse(Response):
     type: Literal["get_info"] = "get_info"
     model_id: ModelId
     is_lora: bool = True
-    """Whether the model is a LoRA adapter, not a whole model in training."""
+    """Whether the model is a LoRA adapter; false for a whole model that an older server trained."""
     lora_rank: int | None
     """Rank of the adapter; null for a whole model."""
     model_name: BaseModelName

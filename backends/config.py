@@ -27,7 +27,7 @@ class BackendConfig(BaseModel):
     base (FSDP2) unless each has room for all of it. They always shard a model's masters and moments."""
     context_parallel: int = Field(default=1, ge=1)
     """Trainer ranks that compute each packed microbatch together, each a slice of its tokens. Activations on each GPU
-    are smaller by this factor. Must divide ranks and the model's heads. Not with full."""
+    are smaller by this factor. Must divide ranks and the model's heads."""
     trainer_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Numbers of the GPUs that trainers may use. If absent: any GPU."""
     engines: int | None = Field(default=None, ge=1)
@@ -65,8 +65,6 @@ class BackendConfig(BaseModel):
     base_precision: Literal["fp8"] | None = None
     """fp8: if the files of a base are in fp8 by blocks, trainers, and engines of one GPU, keep its linears so, and
     dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are equal."""
-    full: bool = False
-    """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass on a rank in training. A longer datum runs alone. If absent: 1024 on a CPU, 16384 on
     CUDA."""

@@ -23,8 +23,11 @@ from api_schemas.training import (
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """The two files of a saved adapter, as PEFT and vLLM name them."""
-LOAD_CHECK_FILE = "canary.json"
-"""Beside a whole model: how its trainer scores a short text."""
+WHOLE_MODEL = (
+    "cannot be loaded: all weights of the model were trained, and only tinker-server 0.1.0 started with --full can load"
+    " that"
+)
+"""Behind the name of what an older server saved of a model that is not an adapter."""
 
 
 class InvalidInput(ValueError):
@@ -69,8 +72,6 @@ class BaseModelInfo:
     """Number of the matrices that it adapts, those of experts one by one."""
     trains_vision: bool = False
     """True if models may train the vision tower."""
-    full: bool = False
-    """True if its models train all weights, one at a time, instead of adapters."""
     numerics: Mapping[str, str] = field(default_factory=dict)
     """Settings and versions of libraries on which the numbers of training depend."""
 
@@ -190,19 +191,18 @@ class LoadedModel:
 SavedForm = Literal["state", "sampler", "export"]
 """`state`: adapter and optimizer, to go on from. `export`: the adapter in PEFT's form and in float32. `sampler`: the
 adapter for the sampler alone, in its precision, which is the base's, with a layer's experts stacked. The last two are
-not durable yet. If the model trains all weights, each is a complete Hugging Face model in the base's precision."""
+not durable yet."""
 
 
 class Trainer(Protocol):
-    """LoRA models on a frozen base, or one model that trains all of it. Every method raises InvalidInput or
-    BackendFailed, and ModelLost for a lost model."""
+    """LoRA models on a frozen base. Every method raises InvalidInput or BackendFailed, and ModelLost for a lost
+    model."""
 
     async def create_model(
         self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None
     ) -> LoadedModel:
         """Make a fresh adapter (`lora.seed` is set) with an empty optimizer, or a model as it was at its snapshot.
-        A model of the same id is lost by it. Raises InvalidInput for a bad rank, and if another model is training all
-        weights of the base."""
+        A model of the same id is lost by it. Raises InvalidInput for a bad rank."""
 
     async def delete_model(self, model: LoadedModel) -> None:
         """Delete adapter, gradient and optimizer, unless the model is lost."""
@@ -332,7 +332,7 @@ class ChatUsage:
 
 
 class Sampler(Protocol):
-    """Continuations and prompt scores from one base model and any saved adapter, or whole model."""
+    """Continuations and prompt scores from one base model and any saved adapter."""
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Do the task. Cancelling the call stops the work.

@@ -93,7 +93,7 @@ class Bare:
     async def start(self) -> None:
         """Start the engine. On CPU both sides have our LoRA kernels: vLLM's are slow, and wrong in mixed batches."""
         if self._needs_patches:
-            await self._engine.collective_rpc("patch_runner", args=([], True))
+            await self._engine.collective_rpc("patch_runner", args=([],))
 
     async def draw(self, work: Round) -> None:
         """Sample in the bare engine's fastest way: one request per sample, outputs at the end, flat logprobs."""

@@ -68,7 +68,7 @@ async def main() -> None:
                 running[task.owner] -= 1
                 done += 1
                 return response
-            case Publish(weights, _):
+            case Publish(weights):
                 received.require(weights)
                 publish(weights, broken.parent, engine)
                 return None

@@ -118,7 +118,7 @@ NOTES = """
   with two newlines on each side. A newline of the text beside it stays a token of its own, also in conversations; the
   model's own processor would join the newlines. The engine needs the names of the published files: transformers 5
   shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: pan-and-scan
-  (`do_pan_and_scan`), a window shorter than an image, `--train-vision` and `--full`.
+  (`do_pan_and_scan`), a window shorter than an image, and `--train-vision`.
 - **Linear attention** (Qwen3.5, Qwen3-Next, Nemotron) keeps A_log in float32 in trainer and engine, whatever the
   precision, and the delta rule's gated norm too: published files of Qwen3.5 have both so.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
@@ -128,7 +128,7 @@ NOTES = """
   plain torch; layers of Mamba2 are not compiled, and the model is not part of CUDA graphs. transformers lengthens time
   steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM.
   Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
-  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`
+  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`
   and `--base-copies 1`. No published file has been loaded yet. vLLM on a CPU computes it in float32
   too.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
@@ -136,7 +136,7 @@ NOTES = """
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
   CPU: 0.015 (experts), 0.017 and 0.17 (Qwen3-Next). Engine and trainer: 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035
   (Qwen3-VL MoE), 0.013 and 0.058 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE), at most 0.014 and 0.052 with trained towers
-  (Qwen3-VL, Qwen3-VL MoE, Qwen2.5-VL), 0.010 and 0.032 with all weights trained.
+  (Qwen3-VL, Qwen3-VL MoE, Qwen2.5-VL).
 - **On an H100 in bfloat16** (26 November 2026, tiny models), trainer and the same on a CPU in float32 differed by 0.015
   and 0.11 (Mistral), 0.008 and 0.03 (Gemma 3), 0.013 and 0.04 (Gemma 3 with images), 0.010 and 0.08 (gpt-oss), 0.014
   and 0.10 (Nemotron-H), 0.015 and 0.06 nats (Qwen3.5), 0.022 and 0.11 (DeepSeek-V3), 0.016 and 0.13 (Qwen3-Next).
@@ -170,7 +170,7 @@ NOTES = """
   Before that kernel, engine and trainer in one copy differed by 0.011 and 0.056 nats. No published file has been loaded
   yet. An adapter is trained on the dequantised numbers; nobody has measured how its scores differ in an engine that
   computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or scales, compressed-tensors
-  and all other quantisation are refused by name, and so is `--full`.
+  and all other quantisation are refused by name.
 - **Attention.** Windows are served. Windows in some layers alone are served of Gemma 2, Gemma 3, gpt-oss and EXAONE 4,
   and refused of all others: vLLM gives all layers one window or none, or fails. On CUDA, the start compares
   FlashAttention's windows with their definition. Attention in chunks and decoders that look ahead are refused in

@@ -33,7 +33,7 @@ async def running_engine(source: Path, renderer: Renderer, scratch: Path) -> Asy
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         patch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         running = AsyncLLM.from_engine_args(arguments)
-    await running.collective_rpc("patch_runner", args=(sorted(renderer.family.placeholders), True))
+    await running.collective_rpc("patch_runner", args=(sorted(renderer.family.placeholders),))
     yield running
     running.shutdown()
 

@@ -72,8 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     routing_help = "mixtures of experts train on samples with the sampler's choice of experts (the trainer's own)"
     models.add_argument("--replay-routing", action="store_true", default=None, help=routing_help)
-    full_help = "train all weights instead of adapters, one model at a time on each base"
-    models.add_argument("--full", action="store_true", default=None, help=full_help)
     commands = parser.add_subparsers(dest="command", required=True)
     serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
     serving.add_argument("--host", help="address to listen on (127.0.0.1); addresses beyond loopback need API keys")

@@ -22,7 +22,6 @@ SAME_GPU = 0.98
 def require_possible(config: BackendConfig) -> None:
     """Raise BackendFailed if a setting needs what a cluster does not have."""
     for is_set, name, why in (
-        (config.full, "full", "whole models are not sent to other machines"),
         (
             config.replay_routing,
             "replay_routing",

@@ -167,7 +167,7 @@ def _outline(model: LocalModel) -> str:
     parts = [
         f"{spec.weight_bytes / 2**30:.2f} GiB of weights each",
         f"contexts of {spec.max_context_length} tokens",
-        "training all weights" if spec.full else f"ranks up to {spec.max_lora_rank}, {spec.adapter_slots} slots",
+        f"ranks up to {spec.max_lora_rank}, {spec.adapter_slots} slots",
     ]
     if spec.mesh.context > 1:
         parts.append(f"{spec.mesh.context} ranks for the tokens of each microbatch")

@@ -53,10 +53,6 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     """
     if not config.models:
         raise BackendFailed("no base model is configured: give at least one --model NAME=DIRECTORY_OR_HUB_ID")
-    if config.full and config.train_vision:
-        raise BackendFailed(
-            "--full and --train-vision exclude each other: where all weights train, the tower is frozen"
-        )
     machine = machine or this_machine()
     directories = {name: local_directory(source) for name, source in config.models.items()}
     found: dict[Path, FoundModel] = {}
@@ -151,10 +147,9 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         adapter_bytes=_ADAPTER_NUMBER_BYTES * numbers.adapter,
         adapter_matrices=sum(matrix.count for matrix in numbers.matrices),
         trains_vision=config.train_vision and renderer.takes_images,
-        full=config.full,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[device],
         # On a CPU a full microbatch is no faster than two, and a model's numbers then do not depend on others' at all.
-        shares_microbatches=device == "cuda" and not config.full,
+        shares_microbatches=device == "cuda",
         stable_reinforce=config.stable_reinforce,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots or MOST_MODELS,
@@ -179,14 +174,13 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     renderer = _renderer(directory, config, source)
     numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
     support = Support(renderer, config, device, source)
-    support.check(numbers)
+    support.check()
     text_config = renderer.config.get_text_config()
     longest = min(text_config.max_position_embeddings, _longest_context(config, device))
     check_rotation(text_config, longest, source)
     return renderer, replace(
         model_size(name, renderer.config, numbers, support.dtype),
         can_be_captured=not renderer.family.has_state_space,
-        trains_all=config.full,
         can_be_shared=support.can_be_shared,
         tensor_parallels=support.tensor_parallels,
         context_parallels=support.context_parallels,

@@ -159,20 +159,10 @@ def plan_parts(
 def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: bool, device: str) -> dict[str, int]:
     """Return the least parts of each of so many trainer ranks."""
     parts = {"base": _rank_base_bytes(size, num_ranks, replicates)}
-    step_bytes = 0
-    if size.trains_all:
-        parts["training of all weights"] = _training_bytes(size, num_ranks, device)
-    else:
-        numbers = size.adapter_numbers(demand.lora_rank)
-        parts["adapters"] = demand.models_at_once * adapter_bytes(size, demand.lora_rank, num_ranks)
-        widths = buffer_widths(demand, device)
-        width_bytes = size.adapter_numbers(sum(widths)) * (size.number_bytes + _GRADIENT_BYTES)
-        parts["adapters of microbatches"] = width_bytes
-        # An optim_step is tried on copies of some masters and moments at a time, and several ranks sum shards first.
-        own = -(-numbers // num_ranks)
-        step_bytes = min(own, TRIED_AT_ONCE) * (_MASTER_BYTES + _MOMENTS_BYTES)
-        if num_ranks > 1:
-            step_bytes += own * _GRADIENT_BYTES
+    parts["adapters"] = demand.models_at_once * adapter_bytes(size, demand.lora_rank, num_ranks)
+    widths = buffer_widths(demand, device)
+    width_bytes = size.adapter_numbers(sum(widths)) * (size.number_bytes + _GRADIENT_BYTES)
+    parts["adapters of microbatches"] = width_bytes
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
@@ -181,9 +171,14 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
         microbatch += demand.slice_tokens * size.exchanged_token_bytes
     if size.image_token is not None:
         microbatch += demand.slice_tokens * size.image_token.features
+    # An optim_step is tried on copies of some masters and moments at a time, and several ranks sum shards first.
+    own = -(-size.adapter_numbers(demand.lora_rank) // num_ranks)
+    step_bytes = min(own, TRIED_AT_ONCE) * (_MASTER_BYTES + _MOMENTS_BYTES)
+    if num_ranks > 1:
+        step_bytes += own * _GRADIENT_BYTES
     parts["microbatch or optim_step"] = max(microbatch, size.tower_bytes(demand.slice_tokens), step_bytes)
     is_alone = (num_ranks == 1 or replicates) and demand.context_parallel == 1
-    if size.can_be_captured and is_alone and not size.trains_all:
+    if size.can_be_captured and is_alone:
         parts["graphs"] = int(_SMALLEST_GRAPH_TOKENS * (1 + size.num_layers) * size.layer_token_bytes)
     parts["left free"] = int(sum(parts.values()) * MARGIN / (1 - MARGIN))
     num_groups = (num_ranks > 1) + (demand.context_parallel > 1)
@@ -214,8 +209,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     # Ranks of an engine have a base in fp8 dequantised.
     divided_bytes = size.rank_numbers(tensor_parallel) * size.number_bytes
     parts = {"base": size.base_bytes if tensor_parallel == 1 else divided_bytes}
-    if not size.trains_all:
-        parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
+    parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
     cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, tensor_parallel, device)
     parts["KV cache"] = -(-cache // tensor_parallel)
     if device == "cpu":
@@ -238,22 +232,12 @@ def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
     if num_ranks == 1 or replicates:
         return size.base_bytes
     shared = -(-size.base_bytes // num_ranks) + 2 * size.numbers.all_gathered * size.number_bytes
-    return shared if size.trains_all else min(size.base_bytes, shared)
-
-
-def _training_bytes(size: ModelSize, num_ranks: int, device: str) -> int:
-    """Return the bytes beside the base if all weights train: masters, moments, a step's and a microbatch's gradient,
-    sharded, and the gradient of what is all-gathered, with its sum over ranks in float32."""
-    # The original weights are in main memory.
-    copies = 2 if device == "cpu" else 1
-    numbers = size.numbers.trained * (_MASTER_BYTES + _MOMENTS_BYTES + _GRADIENT_BYTES + copies * size.number_bytes)
-    gathered = 3 * size.numbers.all_gathered * size.number_bytes if num_ranks > 1 else 0
-    return -(-numbers // num_ranks) + gathered
+    return min(size.base_bytes, shared)
 
 
 def _holding_gpus(size: ModelSize, layout: Layout, device: str) -> set[int]:
     """Return the GPUs with a process that holds the base: all of a model's if trainer and an engine share one of them,
-    and neither divides the base nor trains it."""
+    and neither divides the base."""
     divided = (len(layout.trainer) > 1 and not layout.replicates) or any(len(one) > 1 for one in layout.engines)
     if device == "cpu" or divided or not size.can_be_shared:
         return set()

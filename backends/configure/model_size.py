@@ -61,7 +61,6 @@ class ModelSize:
     """The model's own limit, in tokens."""
     can_be_captured: bool = True
     """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
-    trains_all: bool = False
     packed_numbers: int = 0
     """Numbers of the base that stay in fp8."""
     packed_bytes: int = 0

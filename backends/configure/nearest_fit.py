@@ -76,7 +76,7 @@ def suggestions(
 
 def _copies(config: BackendConfig, device: Device) -> list[Suggestion]:
     """Suggest one copy of the base, which takes nothing from anybody. On the CPU the plan counts the same for both."""
-    can_share = device == "cuda" and config.base_copies == 2 and not config.full and (config.tensor_parallel or 1) == 1
+    can_share = device == "cuda" and config.base_copies == 2 and (config.tensor_parallel or 1) == 1
     return [Suggestion("--base-copies 1", {"base_copies": 1})] if can_share else []
 
 
@@ -95,7 +95,7 @@ def _contexts(sizes: Sequence[ModelSize], config: BackendConfig, device: Device)
 
 
 def _ranks(config: BackendConfig) -> list[Suggestion]:
-    smaller = [rank for rank in LORA_RANKS if config.max_lora_rank and not config.full and rank < config.max_lora_rank]
+    smaller = [rank for rank in LORA_RANKS if config.max_lora_rank and rank < config.max_lora_rank]
     return [Suggestion(f"--max-lora-rank {rank}", {"max_lora_rank": rank}) for rank in smaller]
 
 

@@ -84,7 +84,7 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         raise BackendFailed(reason)
     gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
     where = "memory" if device == "cpu" else f"memory on GPU {gpu}"
-    for_whom = ", ".join(f"{name}: {_wanted(demand, config)}" for name, demand in least.demands.items())
+    for_whom = ", ".join(f"{name}: {_wanted(demand)}" for name, demand in least.demands.items())
     there = "free" if device == "cpu" else "there"
     if device == "cuda" and least.totals[gpu] < machine.gpu_bytes[gpu]:
         there = "usable, as on the smallest GPU of its models"
@@ -94,9 +94,8 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
     )
 
 
-def _wanted(demand: Demand, config: BackendConfig) -> str:
-    adapters = "all weights" if config.full else f"{demand.models_at_once} x rank {demand.lora_rank}"
-    return f"contexts of {demand.context}, {adapters}"
+def _wanted(demand: Demand) -> str:
+    return f"contexts of {demand.context}, {demand.models_at_once} x rank {demand.lora_rank}"
 
 
 def placement(plan: MemoryPlan, model: str) -> Placement:
@@ -169,7 +168,7 @@ class _Search:
         then replicated with recomputation. A plan may not fit."""
         demands = {size.name: self._demand(size, wish) for size in self._sizes}
         for ranks, tensor_parallel, is_apart in self._numbers_of_ranks():
-            kinds = [False] if self._config.full else [True] if self._is_whole(ranks) else [True, False, True]
+            kinds = [True] if self._is_whole(ranks) else [True, False, True]
             for at, replicates in enumerate(kinds):
                 most = self._layouts(ranks, tensor_parallel, replicates=replicates, is_apart=is_apart)
                 plan = self._with_engines(demands, most)
@@ -250,7 +249,7 @@ class _Search:
         return Demand(
             context=min(size.longest_context, wish.context),
             lora_rank=wish.lora_rank,
-            models_at_once=1 if config.full else wish.models_at_once,
+            models_at_once=wish.models_at_once,
             adapter_slots=config.adapter_slots or wish.models_at_once,
             microbatch_tokens=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[self._device],
             max_sequences=config.max_concurrent_samples,

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.config import BackendConfig
-from backends.families.coverage import Numbers
 from backends.formats.block_fp8 import is_in_blocks
 from backends.formats.model_files import linear_attention, quantisation
 from backends.inputs.rendering import Renderer
@@ -38,16 +37,16 @@ class Support:
     source: str
     """The operator's name of the files, for errors."""
 
-    def check(self, numbers: Numbers) -> None:
+    def check(self) -> None:
         """Raise BackendFailed for the first setting that is not supported with this base."""
-        for setting, value, reason, instead in self._settings(numbers):
+        for setting, value, reason, instead in self._settings():
             if reason is not None:
                 raise BackendFailed(
                     f"{self.source}: {setting} {value} (setting backend.{setting}) is not supported: {reason};"
                     f" {instead}"
                 )
 
-    def _settings(self, numbers: Numbers) -> Iterator[tuple[str, object, str | None, str]]:
+    def _settings(self) -> Iterator[tuple[str, object, str | None, str]]:
         """Yield each setting that needs support: its value, the reason why it has none or None, and what to do."""
         config = self.config
         ranks, slices = config.tensor_parallel or 1, config.context_parallel
@@ -61,8 +60,6 @@ class Support:
         if config.replay_routing:
             unseen = f"nobody has compared replayed routers of {self.renderer.config.architectures[0]} with its engine"
             yield "replay_routing", True, unseen if self.renderer.family.has_state_space else None, "leave it off"
-        if config.full:
-            yield "full", True, self._untrained(numbers), "train adapters"
 
     @property
     def dtype(self) -> Dtype:
@@ -105,8 +102,6 @@ class Support:
     def _unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share one copy of the base, or None."""
         config = self.config
-        if config.full:
-            return "with backend.full the trainer changes its own copy"
         if (config.tensor_parallel or 1) > 1:
             return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
         if self.renderer.family.unshared is not None:
@@ -119,8 +114,6 @@ class Support:
         """Return the reason why an engine of so many ranks would compute the base wrongly, or not at all, or None."""
         if ranks == 1:
             return None
-        if self.config.full:
-            return "with backend.full an engine takes whole models, which is not supported by ranks"
         vision, text_config = self.renderer.family.vision, self.renderer.config.get_text_config()
         if vision is not None and self.config.train_vision:
             return "with backend.train_vision the engine's ranks would map a tower's adapters to other images"
@@ -143,8 +136,6 @@ class Support:
         """Return the reason why so many ranks of a trainer cannot compute slices of a microbatch, or None."""
         if ranks == 1:
             return None
-        if self.config.full:
-            return "with backend.full each rank has samples of its own"
         text_config = self.renderer.config.get_text_config()
         counts = [(text_config.num_attention_heads, "heads")]
         if self.renderer.family.has_linear_attention:
@@ -164,16 +155,6 @@ class Support:
             return "it has not been compared with backend.train_vision"
         if self.config.cluster:
             return "it has not been compared on several machines"
-        return None
-
-    def _untrained(self, numbers: Numbers) -> str | None:
-        """Return the reason why not all weights can train, or None."""
-        if self.renderer.family.sees_whole_images:
-            return "its images' tokens see each other, and nobody has compared its trainer and its engine"
-        if quantisation(self.renderer.config) is not None:
-            return "the base is quantised, what is trained is in full precision, and its config would say otherwise"
-        if numbers.stacks:
-            return f"neither experts nor linear attention train so: {', '.join(numbers.stacks)}"
         return None
 
 

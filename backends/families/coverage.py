@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.families.family import Family
-from backends.families.lora_names import trained_modules, trained_parameters
+from backends.families.lora_names import trained_modules
 from backends.formats.block_fp8 import SCALE
 from backends.formats.model_files import tensor_layouts
 from backends.protocol import BackendFailed
@@ -43,10 +43,6 @@ class Numbers:
     """The matrices of an adapter that trains all modules."""
     all_gathered: int
     """Numbers of a sharded base that ranks all-gather at once: all but the layers, and two layers."""
-    trained: int
-    """Numbers that full fine-tuning trains."""
-    stacks: tuple[str, ...]
-    """Names of those with more than two dimensions: experts, and convolutions of linear attention."""
 
     @cached_property
     def adapter(self) -> int:
@@ -80,9 +76,9 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     twice = {name for name in modules if modules.count(name) > 1}
     missing = list(untrained(model, modules, _frozen(family, source, train_vision=train_vision)))
     if missing or twice:
+        left_out = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in [*missing, *twice])
         raise BackendFailed(
-            f"{source}: {type(model).__name__} is not supported: LoRA would leave out"
-            f" {', '.join(dict.fromkeys(_without_numbers([*missing, *twice])))}"
+            f"{source}: {type(model).__name__} is not supported: LoRA would leave out {', '.join(left_out)}"
         )
     counts: Counter[tuple[str, int, int, bool]] = Counter()
     for name in modules:
@@ -93,11 +89,9 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
         for (name, outputs, inputs, of_tower), count in counts.items()
     )
     layers = [_count(layer) for layer in model.get_decoder().layers]
-    trained = trained_parameters(model)
-    stacks = tuple(dict.fromkeys(_without_numbers(name for name, one in trained.items() if one.dim() > 2)))
     all_gathered = _count(model) - sum(layers) + 2 * max(layers)
-    num_trained = sum(one.numel() for one in trained.values())
-    return Numbers(_count(model), _count(model) - num_trained, matrices, all_gathered, num_trained, stacks)
+    text = nn.ModuleList([model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()])
+    return Numbers(_count(model), _count(model) - _count(text), matrices, all_gathered)
 
 
 def decoder_linears(family: Family, config: PretrainedConfig, source: str) -> dict[str, tuple[int, int]]:
@@ -203,8 +197,3 @@ def untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[s
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2:
                 yield f"{name}.{parameter_name}"
-
-
-def _without_numbers(names: Iterable[str]) -> Iterator[str]:
-    """Give the same weight of every layer the same name."""
-    return (re.sub(r"\.\d+\.", ".*.", name) for name in names)

@@ -1,5 +1,5 @@
-"""Modules that a request's train_attn, train_mlp, train_unembed and train_vision train: the one list of their names;
-and the parameters of full fine-tuning."""
+"""Modules that a request's train_attn, train_mlp, train_unembed and train_vision train: the one list of their
+names."""
 
 from collections.abc import Mapping
 
@@ -117,29 +117,3 @@ def has_stacked_experts(module: nn.Module) -> bool:
     biases only if they are gpt-oss's."""
     known = tuple(getattr(module, name, None) for name in ("is_concatenated", "is_transposed", "has_bias"))
     return known == (True, False, False) or has_own_experts(module) or isinstance(module, BiasedExperts)
-
-
-def trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters of full fine-tuning by name, each once: the decoder with its embeddings, and the head.
-    Nothing of a vision tower."""
-    parts: list[nn.Module] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
-    trained = {id(parameter) for part in parts for parameter in part.parameters()}
-    return {name: one for name, one in model.named_parameters() if id(one) in trained}
-
-
-def flag_of(name: str, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]]) -> LoraFlag | None:
-    """Return the flag that trains a parameter in full fine-tuning; None for embeddings and the norms between modules,
-    which always train.
-
-    A parameter follows the flag of its sibling modules (an attention norm follows train_attn); a tied embedding is the
-    head's. `modules` are the full names of those that each flag trains.
-    """
-    parameter = model.get_parameter(name)
-    if any(parameter is one for one in model.get_output_embeddings().parameters()):
-        return "train_unembed"
-    flags: tuple[LoraFlag, ...] = ("train_attn", "train_mlp")
-    for flag in flags:
-        parents = {module.rpartition(".")[0] for module in modules[flag]}
-        if any(name.startswith(f"{parent}.") for parent in parents):
-            return flag
-    return None

@@ -38,7 +38,6 @@ class Publish(Command[None]):
     """`protocol.Sampler.publish`."""
 
     weights: Path
-    owner: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def weights_of(command: Command[Any]) -> Path | None:
             return task.weights
         case Chat(chat):
             return chat.weights
-        case Publish(weights, _):
+        case Publish(weights):
             return weights
         case _:
             return None

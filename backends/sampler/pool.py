@@ -135,7 +135,7 @@ class SamplerPool:
 
     async def publish(self, weights: Path, owner: str) -> None:
         """Implement the protocol. One engine loads them first: weights that end engines must not end all of them."""
-        request, command = Request(owner), Publish(weights, owner)
+        request, command = Request(owner), Publish(weights)
         try:
             await self._run(request, command, ())
         except BackendFailed as error:
@@ -143,7 +143,7 @@ class SamplerPool:
                 raise
             raise _of_engine(request.engine, error) from error
         await asyncio.gather(
-            *(self._acknowledge(engine, command) for engine in self.engines if engine is not request.engine)
+            *(self._acknowledge(engine, command, owner) for engine in self.engines if engine is not request.engine)
         )
 
     def processes(self) -> list[ProcessState]:
@@ -158,12 +158,12 @@ class SamplerPool:
         uses = await asyncio.gather(*(engine.use() for engine in engines))
         return _sum({engine.number: use for engine, use in zip(engines, uses, strict=True) if use is not None})
 
-    async def _acknowledge(self, engine: EngineClient, command: Publish) -> None:
+    async def _acknowledge(self, engine: EngineClient, command: Publish, owner: str) -> None:
         """Have a further engine load what another has loaded. One that is dead, or runs suspects, or dies of it, checks
         it on its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
         if not engine.is_open:
             return
-        request = Request(command.owner)
+        request = Request(owner)
         try:
             async with engine.isolation.admitted(request, partial(self._child, engine)) as child:
                 try:

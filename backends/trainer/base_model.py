@@ -1,9 +1,9 @@
-"""The base model of one rank, frozen or itself in training: loaded, tested, compiled."""
+"""The frozen base model of one rank: loaded, tested, compiled."""
 
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,10 +28,9 @@ from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.checkpoint_files import SnapshotWriter
 from backends.trainer.distributed import World
-from backends.trainer.full.files import FullFiles
-from backends.trainer.full.weights import FullWeights
 from backends.trainer.lora.adapters import Adapters
 from backends.trainer.lora.files import LoraFiles
+from backends.trainer.lora.model import LoraModel
 from backends.trainer.model import targets
 from backends.trainer.model.compiling import can_be_compiled, compile_layers, run_text, text_microbatch, warm_up
 from backends.trainer.model.cuda_graphs import Graphs
@@ -44,7 +43,6 @@ from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
 from backends.trainer.model.token_logprobs import Scorer, TokenGradient
 from backends.trainer.model.vision import ImageEncoder
-from backends.trainer.trained_weights import ModelFiles, TrainedModel, TrainedWeights
 
 log = logging.getLogger(__name__)
 _GRAPHS_PART = 1 / 6
@@ -54,10 +52,6 @@ _GRAPHS_PART = 1 / 6
 class BaseModel:
     """Everything that the trained models share. `scorer` is the only way through the base, `renderer` the only way into
     it."""
-
-    weights: TrainedWeights[Any]
-    files: ModelFiles[Any]
-    """LoRA's or full fine-tuning's, as `weights` are: their models are the same."""
 
     def __init__(self, config: ModelSpec, world: World, progress: Progress) -> None:
         """Raises BackendFailed for a model that cannot be trained here."""
@@ -83,16 +77,12 @@ class BaseModel:
         model = root.model
         self.num_parameters = model.num_parameters()
         modules = trained_modules(family, model, train_vision=config.trains_vision)
-        full = FullWeights(root, modules, world) if config.full else None
         self.snapshots = SnapshotWriter()
         own = own_logprobs(root, self.renderer, world.device)
         keep_in_float32(model)
         pack_linear_attention(model.get_decoder())
-        if full is not None:
-            self.weights, self.files = full, FullFiles(config.directory, full, world, self.snapshots)
-        else:
-            self.weights = Adapters(model, modules, config.max_lora_rank, world)
-            self.files = LoraFiles(config.name, getattr(torch, config.dtype), world, self.snapshots)
+        self.weights = Adapters(model, modules, config.max_lora_rank, world)
+        self.files = LoraFiles(config.name, getattr(torch, config.dtype), world, self.snapshots)
         self.vision: ImageEncoder | None = None
         if family.vision is not None:
             tower = family.vision.tower(model.base_model, getattr(torch, config.dtype))
@@ -113,16 +103,15 @@ class BaseModel:
             linears = [module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)]
             sizes = {size for linear in linears for size in (linear.out_features, linear.in_features)}
             require_whole_products(sizes, world.device)
-            if self.weights.base_is_frozen:  # code is compiled for weights that want no gradient
-                progress.does("compiles")
-                compile_layers(model.get_decoder().layers)
-                warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled)
+            progress.does("compiles")
+            compile_layers(model.get_decoder().layers)
+            warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled)
             if config.placement.trainer_bytes:
                 progress.does("measures memory")
                 self.memory = self._measured(model, world, config.placement.trainer_bytes)
             # A graph would hold collectives.
             can_be_captured = not self.is_coupled and all(map(can_be_compiled, model.get_decoder().layers))
-            if self.packs and can_be_captured and self.weights.base_is_frozen:
+            if self.packs and can_be_captured:
                 progress.does("tests graphs")
                 self._graphs = self._tested_graphs(config, world)
                 self._count_graphs()
@@ -156,7 +145,7 @@ class BaseModel:
         if self.memory is not None:
             self.memory.graphs_bytes = 0 if self._graphs is None else self._graphs.memory_bytes
 
-    def score_load_check(self, model: TrainedModel, model_id: str) -> LoadCheck:
+    def score_load_check(self, model: LoraModel, model_id: str) -> LoadCheck:
         """Score the text that travels with a model's weights, on all ranks alike. Scores may be not finite.
 
         A model that trains its vision tower, or whose images' tokens see each other, scores an image too, if the
@@ -173,7 +162,7 @@ class BaseModel:
         token_ids = load_check_tokens(self.renderer.vocab_size, self.renderer.family.placeholders, num_tokens)
         return self._score_text(token_ids, None, has_image=self.renderer.takes_images)
 
-    def _score_text(self, token_ids: np.ndarray, model: TrainedModel | None, *, has_image: bool) -> LoadCheck:
+    def _score_text(self, token_ids: np.ndarray, model: LoraModel | None, *, has_image: bool) -> LoadCheck:
         """Score a text, and with `has_image` behind an image too; by the base alone without a model."""
         logprobs = self._next_logprobs(model, Rendered(token_ids, [], []))[:-1]
         load_check = LoadCheck(token_ids.tolist(), logprobs)
@@ -186,7 +175,7 @@ class BaseModel:
         behind_image = self._next_logprobs(model, rendered)[-len(token_ids) - 1 : -1]
         return replace(load_check, image=image, logprobs_behind_image=behind_image)
 
-    def _next_logprobs(self, model: TrainedModel | None, rendered: Rendered) -> list[float]:
+    def _next_logprobs(self, model: LoraModel | None, rendered: Rendered) -> list[float]:
         """Return each token's log probability of the next one, in nats; the last token's is that of the first."""
         num_tokens = len(rendered.token_ids_T)
         batch = pack([(rendered, np.roll(rendered.token_ids_T, -1))], self.renderer.family, self._device)

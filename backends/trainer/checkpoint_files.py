@@ -24,8 +24,7 @@ from backends.formats.stacked_adapters import StackedFile, TargetModules, to_fil
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.distributed import World, agreed, on_rank_zero, to_broadcast
 from backends.trainer.lora.linear import ALPHA
-from backends.trainer.optimizer import all_finite
-from backends.trainer.trained_weights import GradientState, TrainedModel
+from backends.trainer.optimizer import GradientState, all_finite
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
@@ -46,11 +45,11 @@ def write_on_rank_zero(directory: Path, write: Callable[[Path], None], world: Wo
     on_rank_zero(lambda: write_directory(directory, write, durable=durable), world)
 
 
-def require_finite(model: TrainedModel, world: World) -> None:
+def require_finite(weights: Sequence[Tensor], world: World) -> None:
     """Raise InvalidInput on every rank if a weight of any is NaN or infinite."""
 
     def require() -> None:
-        if not all_finite(list(model.parameters)):
+        if not all_finite(weights):
             raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
     agreed(require, world)

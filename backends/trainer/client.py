@@ -27,7 +27,6 @@ from backends.processes.spans import OnSpan, ProcessSpan, current_on_span, spans
 from backends.processes.supervisor import Supervisor, call_all
 from backends.protocol import (
     EncodedBatch,
-    InvalidInput,
     LoadedModel,
     ModelLost,
     OnLoading,
@@ -155,8 +154,6 @@ class TrainerClient:
         """Implement the protocol; starts the ranks if they have died."""
         async with self._queue.grant(owner, model_id):
             await self._revive()
-            if self._spec.full:
-                self._require_free(model_id, owner)
             self._release(model_id)
             size_bytes = await to_the_end(self._call_or_end(commands.CreateModel(model_id, lora, snapshot)))
             model = self._models[model_id] = LoadedModel(model_id, owner, size_bytes, next(self._numbers))
@@ -263,16 +260,6 @@ class TrainerClient:
     async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
         """Implement the protocol."""
         await self._run(model, commands.LoadState(model.model_id, directory, with_optimizer))
-
-    def _require_free(self, model_id: str, owner: str) -> None:
-        """Raise InvalidInput if another model trains the weights of the base. Other users' ids are kept secret."""
-        for other, model in self._models.items():
-            if other != model_id:
-                holder = f"model {other}" if model.owner == owner else "a model of another user"
-                raise InvalidInput(
-                    f"{holder} trains all weights of {self._spec.name}, and this server has one such model at a time"
-                    " on each base (setting backend.full): unload it, or finish its session, or wait"
-                )
 
     async def _load(self, ranks: list[Child]) -> None:
         starts = [commands.Start(spec) for spec in self._replicas.specs()]

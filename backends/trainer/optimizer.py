@@ -1,7 +1,8 @@
 """AdamW as every model here uses it: its state, and the trial of a step before it is taken."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 TRIED_AT_ONCE = 1 << 26
 """Numbers of parameters of which a step is tried at once: with copies of all parameters and moments, training would
 take as much memory again."""
+GradientState = Literal["none", "whole", "incomplete"]
+"""State of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 Piece = tuple[nn.Parameter, slice]
 """Some of a parameter's numbers."""
 
@@ -125,7 +128,7 @@ def _not_finite(adam: AdamParams, norm: Tensor) -> InvalidInput:
     )
 
 
-def all_finite(tensors: list[Tensor]) -> bool:
+def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether no value is NaN or infinite. Asks for the largest magnitude: sums of finite values may
     overflow."""
     by_device: dict[torch.device, list[Tensor]] = {}

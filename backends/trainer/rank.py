@@ -21,12 +21,12 @@ from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLo
 from backends.trainer.base_model import BaseModel
 from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
 from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
+from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.recompute import GIB
 from backends.trainer.step.batch_request import BatchRequest, CheckedBatch, choose_microbatches, plan_batch
 from backends.trainer.step.decoding import decode_batch
 from backends.trainer.step.step import TrainingStep
 from backends.trainer.step.validation import check_forward_backward, published
-from backends.trainer.trained_weights import TrainedModel
 
 log = logging.getLogger(__name__)
 _UNLIMITED = sys.maxsize
@@ -56,10 +56,10 @@ class TrainerRank:
         self._max_tokens = world.num_slices * config.max_tokens_per_microbatch if self.base.packs else 1
         self._fitting_tokens = _UNLIMITED
         """Tokens of a microbatch with a gradient that fits into every rank's memory, as last measured."""
-        self.models: dict[str, TrainedModel] = {}
-        self._by_use: dict[TrainedModel, None] = {}
+        self.models: dict[str, LoraModel] = {}
+        self._by_use: dict[LoraModel, None] = {}
         """All of them, the least recently used first."""
-        self._offloaded: set[TrainedModel] = set()
+        self._offloaded: set[LoraModel] = set()
         """Models offloaded to host memory."""
         self._requests: dict[int, BatchRequest] = {}
         """The forward_backwards in flight, by number."""
@@ -80,11 +80,11 @@ class TrainerRank:
                 raise
         return model.training_bytes
 
-    def _new_model(self, lora: Trainable) -> TrainedModel:
+    def _new_model(self, lora: Trainable) -> LoraModel:
         """Create a model, if need be in the memory of graphs and of other models. Raises OutOfMemoryError."""
         ways = self._ways_to_room()
         while True:
-            made: TrainedModel | Exception
+            made: LoraModel | Exception
             try:
                 made = self.base.weights.create(lora)
             except Exception as error:  # noqa: BLE001 - the others wait for what became of it
@@ -106,12 +106,12 @@ class TrainerRank:
             self._offloaded.discard(model)
             self._by_use.pop(model, None)
 
-    def _model(self, model_id: str) -> TrainedModel:
+    def _model(self, model_id: str) -> LoraModel:
         if model_id not in self.models:
             raise ModelLost(f"{model_id} is not loaded")
         return self.models[model_id]
 
-    def _model_on_device(self, model_id: str) -> TrainedModel:
+    def _model_on_device(self, model_id: str) -> LoraModel:
         """Return a model that is about to be used, from the main memory if it was offloaded."""
         model = self._model(model_id)
         self._note_use(model)
@@ -119,24 +119,24 @@ class TrainerRank:
             self._bring_back(model, 1)
         return model
 
-    def _note_use(self, model: TrainedModel) -> None:
+    def _note_use(self, model: LoraModel) -> None:
         self._by_use.pop(model, None)
         self._by_use[model] = None
 
     # ---- memory
 
-    def _ways_to_room(self, besides: TrainedModel | None = None) -> list[Callable[[], None]]:
+    def _ways_to_room(self, besides: LoraModel | None = None) -> list[Callable[[], None]]:
         """Return what frees memory of the device, in the order in which it is to be done: graphs are released, then
         models offloaded, those without requests first, of these the least recently used."""
         busy = {request.model for request in self._requests.values()}
         others = sorted(self._others_on_device(besides), key=busy.__contains__)
         return [self.base.release_graphs, *(partial(self._offload, one) for one in others)]
 
-    def _others_on_device(self, besides: TrainedModel | None) -> list[TrainedModel]:
+    def _others_on_device(self, besides: LoraModel | None) -> list[LoraModel]:
         """Return the other models that are not offloaded, the least recently used first."""
         return [one for one in self._by_use if one is not besides and one not in self._offloaded]
 
-    def _offload(self, model: TrainedModel) -> None:
+    def _offload(self, model: LoraModel) -> None:
         """Move a model to the main memory, if there is room for it on all machines."""
         needed = 2 * self._world.machine.size * model.training_bytes
         if not all(gather_objects(free_main_bytes() > needed, self._world)):
@@ -146,7 +146,7 @@ class TrainerRank:
         self._offloaded.add(model)  # first: if a part of it cannot move, it comes back as a whole
         model.move(torch.device("cpu"))
 
-    def _bring_back(self, model: TrainedModel, num_tokens: int) -> int:
+    def _bring_back(self, model: LoraModel, num_tokens: int) -> int:
         """Have a model on the device, if possible with room for its microbatch of so many tokens. Return the tokens of
         the largest one that fits. All ranks fail, or none. Raises BackendFailed if none fits."""
         ways = self._ways_to_room(model)
@@ -160,7 +160,7 @@ class TrainerRank:
             self._offloaded.remove(model)
         return fitting
 
-    def _reserve_and_count(self, model: TrainedModel, *, alone: bool = False) -> int:
+    def _reserve_and_count(self, model: LoraModel, *, alone: bool = False) -> int:
         """Reserve memory for what models will still take, and return the tokens of the largest microbatch of a model
         with a gradient that then fits into every rank's memory: as it is now, or with `alone` if all other models are
         offloaded and graphs released."""
@@ -284,7 +284,7 @@ class TrainerRank:
         finally:
             model.clear_gradient()
 
-    def _step(self, model: TrainedModel, adam: AdamParams) -> OptimStepResponse:
+    def _step(self, model: LoraModel, adam: AdamParams) -> OptimStepResponse:
         norm = model.sum_gradient()
         if not norm.isfinite():
             raise InvalidInput("the gradient is not finite; it was cleared and the weights are unchanged")
@@ -303,7 +303,7 @@ class TrainerRank:
         self.base.files.save_state(self._about_to_move(model_id), directory)
 
     def save_sampler_weights(self, model_id: str, directory: Path, for_elsewhere: bool) -> None:
-        """Save the adapter alone, or the whole model."""
+        """Save the adapter alone."""
         model = self._about_to_move(model_id)
         load_check = self.base.score_load_check(model, model_id)
         self.base.files.save_sampler_weights(model, directory, load_check, for_elsewhere=for_elsewhere)
@@ -320,7 +320,7 @@ class TrainerRank:
         """Return a future that is done when a snapshot that this rank has begun is on disk."""
         return self.base.snapshots.written(directory)
 
-    def _about_to_move(self, model_id: str) -> TrainedModel:
+    def _about_to_move(self, model_id: str) -> LoraModel:
         """Return a model whose files are about to be read or written."""
         model = self._model_on_device(model_id)
         self._keep_waiting(_STATE_PARTS * files_s(model.size_bytes))

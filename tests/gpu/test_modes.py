@@ -1,4 +1,4 @@
-"""Servers that train all weights, or vision towers too, on CUDA: trainer as on the CPU, sampler as trainer.
+"""Servers that train vision towers too, on CUDA: trainer as on the CPU, sampler as trainer.
 
 pytest tests/gpu/test_modes.py
 """
@@ -18,7 +18,6 @@ from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present
-from tests.full import FULL
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, assert_close, scoring_datum
 from tests.models import FAMILIES
 from tests.sampling import sample, sampler_config, scoring
@@ -33,7 +32,6 @@ class Mode:
 
     settings: dict[str, Any]
     lora: Trainable
-    adam: AdamParams
     kind: str | None = None
     """The kind of the tiny model; None: Qwen3-VL."""
 
@@ -44,10 +42,9 @@ class Mode:
 SEEING = Trainable(rank=8, seed=1, train_vision=True)
 SMOOTH = AdamParams(learning_rate=0.05, eps=1.0)
 MODES = {
-    "all weights": Mode({"full": True}, FULL, AdamParams(learning_rate=1e-2, eps=1e-2)),
-    "tower": Mode({"trains_vision": True}, SEEING, SMOOTH),
-    "tower of Qwen3-VL MoE": Mode({"trains_vision": True}, SEEING, SMOOTH, "Qwen3-VL MoE"),
-    "tower of Qwen2.5-VL": Mode({"trains_vision": True}, SEEING, SMOOTH, "Qwen2.5-VL"),
+    "tower": Mode({"trains_vision": True}, SEEING),
+    "tower of Qwen3-VL MoE": Mode({"trains_vision": True}, SEEING, "Qwen3-VL MoE"),
+    "tower of Qwen2.5-VL": Mode({"trains_vision": True}, SEEING, "Qwen2.5-VL"),
 }
 
 
@@ -59,15 +56,14 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 def trained(
     source: Path, mode: Mode, device: Literal["cpu", "cuda"], dtype: Literal["float32", "bfloat16"], data: list[Datum]
 ) -> TrainerRank:
-    """After two steps on the data, where there is some; adapters are random before."""
+    """After two steps on the data, where there is some; the adapter is random before."""
     settings = replace(config(source, max_tokens=256), device=device, dtype=dtype, **mode.settings)
     rank = TrainerRank(settings, World(0, 1, torch.device(device, 0) if device == "cuda" else torch.device("cpu")))
     rank.create_model("m", mode.lora)
-    if not mode.lora.full:
-        perturb(rank, "m")
+    perturb(rank, "m")
     for _ in range(2 if data else 0):
         forward_backward(rank, "m", cross_entropy(data))
-        rank.optim_step("m", mode.adam)
+        rank.optim_step("m", SMOOTH)
     return rank
 
 
@@ -87,9 +83,7 @@ async def test_the_sampler_scores_as_the_trainer(mode, tiny_vl, tmp_path):
     source = mode.source(tiny_vl, tmp_path / "model")
     renderer = make_renderer(source)
     data = [scoring_datum(one, renderer) for one in MIXED.values()]
-    # Steps of a random adapter would blow rounding up; without any, all weights are the base's.
-    steps_on = [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())] if mode.lora.full else []
-    rank = trained(source, mode, "cuda", "bfloat16", steps_on)
+    rank = trained(source, mode, "cuda", "bfloat16", [])  # steps of a random adapter would blow rounding up
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
     running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA, **mode.settings))
     await running.start()

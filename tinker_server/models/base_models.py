@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from backends.protocol import BaseModel, Trainer
-from tinker_server.errors import OtherBaseModel, UnknownBaseModel
+from api_schemas.training import Trainable
+from backends.protocol import WHOLE_MODEL, BaseModel, Trainer
+from tinker_server.errors import OtherBaseModel, UnknownBaseModel, Unsupported
 
 
 class BaseModels:
@@ -32,3 +33,9 @@ class BaseModels:
     def trainers(self) -> list[Trainer]:
         """Return each trainer once: names that share a directory share one."""
         return list({id(base.trainer): base.trainer for base in self.served.values()}.values())
+
+
+def require_adapter(trainable: Trainable, what: str) -> None:
+    """Refuse a model that is not an adapter, which only an older server could make. Raises Unsupported."""
+    if trainable.full:
+        raise Unsupported(f"{what} {WHOLE_MODEL}; an archive of its weights can still be downloaded, and deleted")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from backends.protocol import LoadedModel, ModelLost, ProcessDied, Trainer
 from tinker_server.errors import DatabaseUnavailable, LostModel, ModelIdTaken, UnknownModel
-from tinker_server.models.base_models import BaseModels
+from tinker_server.models.base_models import BaseModels, require_adapter
 from tinker_server.models.replay import LogReplay, Replayed, log_changed_numerics
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.records import Operation
@@ -279,6 +279,7 @@ class Model:
         """Restore the model, however often the trainer ends meanwhile, as long as each try leaves a newer snapshot."""
         bases = self._stores.bases
         bases.require_same(run.base_model, run.base_fingerprint, self.id)
+        require_adapter(run.trainable, self.id)
         log_changed_numerics(run, bases.base(run.base_model).info.numerics)
         self._is_whole, self.is_being_restored = False, True  # half a model is none
         try:

@@ -65,12 +65,8 @@ async def create_model(stores: WeightStores, model: Model, work: Work[CreateMode
     request = work.request
     base = stores.bases.base(request.base_model).info
     if request.lora_config is None:
-        if base.full:
-            raise Unsupported(
-                "lora_config is missing: send one; its train_attn, train_mlp and train_unembed say what trains"
-            )
-        raise Unsupported("lora_config is missing: send one; only a server with backend.full trains all weights")
-    trainable = _trainable(request.lora_config, full=base.full, train_vision=_trains_vision(request, base))
+        raise Unsupported("lora_config is missing: send one; models here are LoRA adapters")
+    trainable = _trainable(request.lora_config, train_vision=_trains_vision(request, base))
     run = _run(request, work.operation.owner, base, trainable, request.optimizer_config)
     work.base_model = run.base_model
     async with stores.holdings.model(run.owner, run.model_id):
@@ -97,10 +93,6 @@ async def load_weights(stores: WeightStores, model: Model, work: Work[LoadWeight
         run, trainer, loaded = await model.loaded()
         if run.base_model != checkpoint.base_model:
             raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {run.base_model}")
-        if run.trainable.full != checkpoint.trainable.full:
-            kinds = ("a LoRA adapter", "a model that trains all weights")
-            kind, own = kinds[checkpoint.trainable.full], kinds[run.trainable.full]
-            raise Unsupported(f"{request.path} is of {kind}, and {model.id} is {own}")
         await trainer.load_state(loaded, directory, with_optimizer=request.optimizer)
     else:
         optimizer = request.optimizer_config or OptimizerConfig()
@@ -132,14 +124,14 @@ def _trains_vision(request: CreateModelRequest, base: BaseModelInfo) -> bool:
     return base.trains_vision and said != "false"
 
 
-def _trainable(lora: LoraConfig, *, full: bool, train_vision: bool) -> Trainable:
+def _trainable(lora: LoraConfig, *, train_vision: bool) -> Trainable:
     """Return what trains, with its seed. The trainer says which ranks it has."""
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
         raise Unsupported("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
     if lora.seed is not None and not 0 <= lora.seed < 2**63:
         raise Unsupported(f"lora_config.seed {lora.seed} is not between 0 and 2^63 - 1")
     seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
-    drawn = {"seed": seed, "full": full, "train_vision": train_vision}
+    drawn = {"seed": seed, "train_vision": train_vision}
     return Trainable.model_validate(lora.model_dump() | drawn)
 
 

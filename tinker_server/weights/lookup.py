@@ -7,7 +7,7 @@ from typing import NamedTuple
 from backends.protocol import ADAPTER_FILE
 from tinker_server.auth.keys import Keys
 from tinker_server.errors import BadRequest
-from tinker_server.models.base_models import BaseModels
+from tinker_server.models.base_models import BaseModels, require_adapter
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
@@ -45,13 +45,13 @@ class FoundWeights(NamedTuple):
 
 def loadable_directory(checkpoint: Checkpoint, storage: Storage) -> str:
     """Return the directory of a checkpoint's files as trainer and engines load them. Raises BadRequest."""
+    require_adapter(checkpoint.trainable, checkpoint.tinker_path)
     directory = checkpoint.directory
     if checkpoint.kind != "external_weights":
         return directory
-    if checkpoint.trainable.full or storage.path(f"{directory}/{PEFT}/{ADAPTER_FILE}{SUFFIX}").exists():
-        what = "is a whole model for other programs" if checkpoint.trainable.full else "is encrypted"
+    if storage.path(f"{directory}/{PEFT}/{ADAPTER_FILE}{SUFFIX}").exists():
         raise BadRequest(
-            f"{checkpoint.tinker_path} {what}; take a .../sampler_weights/<name> (save_weights_for_sampler) or a"
+            f"{checkpoint.tinker_path} is encrypted; take a .../sampler_weights/<name> (save_weights_for_sampler) or a"
             " .../weights/<name> (save_state)"
         )
     return f"{directory}/{PEFT}"

@@ -118,7 +118,7 @@ async def _supersede(stores: WeightStores, directory: str) -> None:
 async def save_weights_external(
     stores: WeightStores, model: Model, work: Work[SaveWeightsExternalRequest]
 ) -> SaveWeightsExternalResponse:
-    """Save the adapter, or the whole model, as files for other programs."""
+    """Save the adapter as files for other programs."""
     texts = work.request.age_encryption_recipients
     recipients = [] if texts is None else parse_recipients(texts)
     saved = await _save(stores, "external_weights", model, work, recipients)
@@ -151,7 +151,7 @@ async def _save(
         await stores.holdings.require_room(run.owner, replaced=replaced)
         if kind == "external_weights":
             target = stores.storage.path(directory)
-            await trainer.save(loaded, target if run.trainable.full else target / export.PEFT, "export")
+            await trainer.save(loaded, target / export.PEFT, "export")
             await _finish_export(run, target, recipients)
         else:
             form: SavedForm = "state" if kind == "weights" else "export"
@@ -175,11 +175,8 @@ async def _save(
 
 
 async def _finish_export(run: TrainingRun, directory: Path, recipients: Sequence[Recipient]) -> None:
-    """Add an adapter in the tinker tools' form to PEFT's in its subdirectory; leave a whole model as it is.
-
-    The files are encrypted if there are recipients.
-    """
-    if not run.trainable.full:
-        await on_files(run.owner, export.write_both_forms, directory)
+    """Add an adapter in the tinker tools' form to PEFT's in its subdirectory. The files are encrypted if there are
+    recipients."""
+    await on_files(run.owner, export.write_both_forms, directory)
     if recipients:
         await on_files(run.owner, encrypt_files, directory, recipients)

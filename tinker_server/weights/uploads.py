@@ -19,7 +19,7 @@ from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
 from backends.protocol import ADAPTER_FILE, BackendFailed, BaseModelInfo, InvalidInput, ModelLost, ProcessDied
 from tinker_server.auth.links import VALID_S
-from tinker_server.errors import BadRequest, LimitReached, Unsupported, UploadFailed, failure
+from tinker_server.errors import BadRequest, LimitReached, UploadFailed, failure
 from tinker_server.offload import on_files
 from tinker_server.store.records import Checkpoint
 from tinker_server.store.runs import RunStore
@@ -159,8 +159,6 @@ class Uploads:
 
 def _new(request: UploadStartRequest, info: BaseModelInfo, idempotency_key: str | None, owner: str) -> Upload:
     """Return the upload that a request starts. Raises BadRequest for one that could not be finished."""
-    if info.full:
-        raise Unsupported(f"this server trains all weights of {info.name} (setting backend.full): it takes no adapters")
     rank = request.lora_config.rank
     if not 1 <= rank <= info.max_lora_rank:
         raise BadRequest(

@@ -1,5 +1,9 @@
 """Saved adapters in the engine's slots: many at a time, each compared with what the trainer scored with it."""
 
+import asyncio
+import os
+import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,21 +15,33 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import AdapterFile, other_files
 from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, LOAD_CHECK_FILE, BackendFailed, InvalidInput
-from backends.sampler.engine.engine import MAX_ADAPTERS
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WHOLE_MODEL, BackendFailed, InvalidInput
 from backends.sampler.engine.sequences import check_scores
-from backends.sampler.engine.versions import Version, link_each
 
 _MAX_NAMES = 5
 """Names in one error."""
+_WHOLE_MODEL_FILE = "canary.json"
+"""In a directory of an older server, beside a whole model."""
+
+
+class Version:
+    """One version's files, and how many use it."""
+
+    def __init__(self, weights: Path, linked: Path, number: int, linking: "asyncio.Future[LoadCheck | None]") -> None:
+        """`linked` is the directory of the links, and `linking` ends when they are there."""
+        self.weights, self.linked, self.number = weights, linked, number
+        self.linking = linking
+        self.loading: asyncio.Task[None] | None = None
+        self.users = 0
+
+    @property
+    def load_check(self) -> LoadCheck | None:
+        """The trainer's scores with it, if its files have them."""
+        return self.linking.result()
 
 
 class AdapterLoader:
-    """`Loader` of LoRA adapters; the base model needs no slot."""
-
-    max_versions = MAX_ADAPTERS
-    base: Version | None = None
-    pinned: Version | None = None
+    """Loads adapters into the engine's slots; the base model needs none."""
 
     def __init__(self, engine: AsyncLLM, renderer: Renderer, dtype: str) -> None:
         """The engine computes in `dtype`."""
@@ -37,11 +53,8 @@ class AdapterLoader:
     def link(self, source: Path, directory: Path) -> LoadCheck | None:
         """Link an adapter's files; without a load check they are checked for values that are not finite."""
         directory.mkdir()
-        if (source / LOAD_CHECK_FILE).exists():
-            raise InvalidInput(
-                "the sampler weights are a whole model, and this server samples from adapters; start it with the"
-                " setting backend.full to sample from whole models"
-            )
+        if (source / _WHOLE_MODEL_FILE).exists():
+            raise InvalidInput(f"the sampler weights {WHOLE_MODEL}")
         link_each(source, directory, [ADAPTER_FILE, ADAPTER_CONFIG_FILE])
         try:
             with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
@@ -87,6 +100,17 @@ class AdapterLoader:
         self._loaded.discard(version)
         with suppress(EngineDeadError):
             await self._engine.remove_lora(version.number)
+
+
+def link_each(source: Path, directory: Path, names: Iterable[str]) -> None:
+    """Link files, or copy them where the file systems differ. Raises InvalidInput where one is gone."""
+    for name in names:
+        try:
+            os.link(source / name, directory / name)
+        except FileNotFoundError:
+            raise InvalidInput("the sampler weights no longer exist") from None
+        except OSError:
+            shutil.copyfile(source / name, directory / name)
 
 
 def _check_finite(file: AdapterFile) -> None:

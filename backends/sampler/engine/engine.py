@@ -94,7 +94,7 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
         **_device_args(config),
         **({"load_format": "safetensors"} if config.base_dir is None else _mapping_args(config)),
         **({} if config.tensor_parallel == 1 else _parallel_args(config, vision)),
-        **({} if config.full else _adapter_args(config, vision)),
+        **_adapter_args(config, vision),
         **({} if vision is None else _vision_args(config, vision)),
     )
 

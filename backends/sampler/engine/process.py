@@ -19,7 +19,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from api_schemas.sampling import SampleResponse
 from backends import tasks
 from backends.formats.expert_routing import RoutingFiles
-from backends.formats.load_check import LoadCheck, load_check_tokens
 from backends.inputs.rendering import Renderer
 from backends.model_spec import DRAWN_TOKENS, ModelSpec
 from backends.processes.heap import give_back_memory
@@ -42,10 +41,9 @@ from backends.sampler.engine.chat.engine_client import Shared
 from backends.sampler.engine.chat.handlers import Chats
 from backends.sampler.engine.engine import check_version, end_tokens, engine_args, require_shared_memory, with_own_links
 from backends.sampler.engine.fair_admission import FairAdmission
-from backends.sampler.engine.full_models import FullModelLoader
 from backends.sampler.engine.grammars import Grammars
 from backends.sampler.engine.requests import Prompt, sampling_params
-from backends.sampler.engine.sequences import Sequences, end_process, ending_with, score
+from backends.sampler.engine.sequences import Sequences, end_process, ending_with
 from backends.sampler.engine.versions import VersionCache
 from backends.sampler.engine.vllm_patches.routed_experts import allow_on_cpu, keep_routing
 from backends.sampler.received import ReceivedWeights
@@ -71,12 +69,11 @@ class SamplerProcess:
         self._weights = weights
         self.received = ReceivedWeights(spec.received_dir)
         self._publishing = asyncio.Lock()
-        self._admits_publishing = spec.full
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, spec.directory)
         writer = "" if spec.engine is None else str(spec.engine)
         self._routing = None if spec.routing_dir is None else RoutingFiles(spec.routing_dir, writer=writer)
-        self._admission = FairAdmission(spec.max_concurrent_samples, 1 if spec.full else spec.adapter_slots)
+        self._admission = FairAdmission(spec.max_concurrent_samples, spec.adapter_slots)
         grammars = Grammars(spec.name, engine.renderer.tokenizer, engine.model_config.get_vocab_size())
         admission, ends = self._admission, self._end_tokens
         shared = Shared(self._sequences, admission, weights, renderer, ends, self._placeholders, grammars)
@@ -107,8 +104,9 @@ class SamplerProcess:
             allow_on_cpu()
         engine = AsyncLLM.from_engine_args(engine_args(spec, renderer.family.vision))
         placeholders = sorted(renderer.family.placeholders)
-        await engine.collective_rpc("patch_runner", args=(placeholders, not spec.full))
-        return cls(spec, engine, renderer, await _weights(spec, engine, renderer))
+        await engine.collective_rpc("patch_runner", args=(placeholders,))
+        weights = VersionCache(spec.scratch_dir / _VERSIONS, AdapterLoader(engine, renderer, spec.dtype))
+        return cls(spec, engine, renderer, weights)
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Implement `protocol.Sampler.sample`."""
@@ -117,7 +115,7 @@ class SamplerProcess:
         async with self._weights.hold(task.weights) as held:
 
             async def sequence(index: int) -> RequestOutput:
-                async with self._admission.admission(task.owner, self._weights.slot(task.weights)) as num_before:
+                async with self._admission.admission(task.owner, task.weights) as num_before:
                     lora = await self._weights.load(held)
                     rendered, inputs = await prompt.render()
                     most_tokens = max(DRAWN_TOKENS, self._context - len(rendered.token_ids_T))
@@ -138,15 +136,12 @@ class SamplerProcess:
         self._tasks_done += 1
         return usage
 
-    async def publish(self, weights: Path, owner: str) -> None:
+    async def publish(self, weights: Path) -> None:
         """Implement `protocol.Sampler.publish`. Adapters are published one at a time, in a sequence and a slot that the
-        engine reserves for it: publishing neither waits for samples nor delays them. A whole model waits for
-        admission."""
+        engine reserves for it: publishing neither waits for samples nor delays them."""
         weights = self.received.require(weights)
-        async with self._weights.hold(weights) as held:
-            slot = self._weights.slot(weights)
-            async with self._admission.admission(owner, slot) if self._admits_publishing else self._publishing:
-                await self._weights.load(held)
+        async with self._weights.hold(weights) as held, self._publishing:
+            await self._weights.load(held)
         self._tasks_done += 1
 
     async def count_progress(self) -> int:
@@ -199,15 +194,6 @@ class SamplerProcess:
         self._engine.shutdown()
 
 
-async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> VersionCache:
-    """Return the weights that the engine samples from."""
-    if not spec.full:
-        return VersionCache(spec.scratch_dir / _VERSIONS, AdapterLoader(engine, renderer, spec.dtype))
-    token_ids = load_check_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
-    base = LoadCheck(token_ids, (await score(engine, token_ids, None)).tolist())
-    return VersionCache(spec.scratch_dir / _VERSIONS, FullModelLoader(engine, renderer, spec, base))
-
-
 async def main() -> None:
     """Serve the server's commands until it closes its end."""
     started: list[SamplerProcess] = []
@@ -224,8 +210,8 @@ async def main() -> None:
                     return await started[0].sample(task)
                 case Chat(chat):
                     return await started[0].chat(chat, emit)
-                case Publish(weights, owner):
-                    await started[0].publish(weights, owner)
+                case Publish(weights):
+                    await started[0].publish(weights)
                     return None
                 case Receive(weights, files):
                     await asyncio.to_thread(started[0].received.receive, weights, files)

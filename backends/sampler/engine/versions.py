@@ -1,4 +1,4 @@
-"""Saved weights in a running engine, by the directory they were saved in: linked, loaded before their first use,
+"""Saved adapters in a running engine, by the directory they were saved in: linked, loaded before their first use,
 evicted.
 
 The engine may read files again at any step, and dies where it cannot. So each version is first linked into a directory
@@ -9,69 +9,22 @@ another.
 import asyncio
 import contextlib
 import itertools
-import os
 import shutil
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
 
 from vllm.lora.request import LoRARequest
 
 from backends.formats.load_check import LoadCheck
-from backends.protocol import InvalidInput
-
-
-class Version:
-    """One version's files, and how many use it."""
-
-    def __init__(self, weights: Path, linked: Path, number: int, linking: "asyncio.Future[LoadCheck | None]") -> None:
-        """`linked` is the directory of the links, and `linking` ends when they are there."""
-        self.weights, self.linked, self.number = weights, linked, number
-        self.linking = linking
-        self.loading: asyncio.Task[None] | None = None
-        self.users = 0
-
-    @property
-    def load_check(self) -> LoadCheck | None:
-        """The trainer's scores with it, if its files have them."""
-        return self.linking.result()
-
-
-class Loader(Protocol):
-    """Loads one kind of weights: adapters into the engine's slots, or full models one at a time."""
-
-    max_versions: int
-    """Versions kept; more only while in use or pinned."""
-
-    @property
-    def pinned(self) -> Version | None:
-        """The version that stays though nobody uses it."""
-
-    @property
-    def base(self) -> Version | None:
-        """The base model, where it is a version like the others."""
-
-    def link(self, source: Path, directory: Path) -> LoadCheck | None:
-        """Link a version's files, in a thread. Raises InvalidInput and BackendFailed as `VersionCache.hold`."""
-
-    def request(self, version: Version) -> LoRARequest | None:
-        """Return the engine's name for it, where that needs one."""
-
-    def has(self, version: Version) -> bool:
-        """Return whether the engine has it loaded."""
-
-    async def load(self, version: Version) -> None:
-        """Load it. Raises BackendFailed as `VersionCache.load`."""
-
-    async def unload(self, version: Version) -> None:
-        """Have the engine forget it."""
+from backends.sampler.engine.adapters import AdapterLoader, Version
+from backends.sampler.engine.engine import MAX_ADAPTERS
 
 
 class VersionCache:
     """The versions of one engine."""
 
-    def __init__(self, scratch_dir: Path, loader: Loader) -> None:
+    def __init__(self, scratch_dir: Path, loader: AdapterLoader) -> None:
         """Empties `scratch_dir`."""
         self._loader = loader
         self._scratch_dir = scratch_dir.absolute()
@@ -82,11 +35,6 @@ class VersionCache:
         self._numbers = itertools.count(1)
         self._evicting: set[asyncio.Task[None]] = set()
 
-    def slot(self, weights: Path | None) -> Path | None:
-        """Return the key by which versions are admitted to the engine; None needs no slot."""
-        base = self._loader.base
-        return weights or (None if base is None else base.weights)
-
     @contextlib.asynccontextmanager
     async def hold(self, weights: Path | None) -> AsyncIterator[Version | None]:
         """Inside, the version can be loaded, even where its directory is deleted meanwhile; no `weights`: the base
@@ -96,7 +44,7 @@ class VersionCache:
         be read.
         """
         if weights is None:
-            yield self._loader.base
+            yield None
             return
         version = self._versions.get(weights) or self._new(weights)
         self._versions.move_to_end(weights)
@@ -141,15 +89,13 @@ class VersionCache:
     def _ended(self, version: Version, task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> None:
         if _failed(task):
             self._evict(version)
-            if version is self._loader.base:
-                version.loading = None  # it is never evicted: the next to load it tries again
         else:
             self._evict_idle()
 
     def _evict_idle(self) -> None:
         """Evict the least recently used idle versions while there are too many."""
-        idle = [one for one in self._versions.values() if not one.users and one is not self._loader.pinned]
-        for version in idle[: max(0, len(self._versions) - self._loader.max_versions)]:
+        idle = [version for version in self._versions.values() if not version.users]
+        for version in idle[: max(0, len(self._versions) - MAX_ADAPTERS)]:
             self._evict(version)
 
     def _evict(self, version: Version) -> None:
@@ -164,17 +110,6 @@ class VersionCache:
         if version.loading is not None:
             await self._loader.unload(version)
         await asyncio.to_thread(shutil.rmtree, version.linked, ignore_errors=True)
-
-
-def link_each(source: Path, directory: Path, names: Iterable[str]) -> None:
-    """Link files, or copy them where the file systems differ. Raises InvalidInput where one is gone."""
-    for name in names:
-        try:
-            os.link(source / name, directory / name)
-        except FileNotFoundError:
-            raise InvalidInput("the sampler weights no longer exist") from None
-        except OSError:
-            shutil.copyfile(source / name, directory / name)
 
 
 def _failed(task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> bool:

@@ -32,10 +32,7 @@ _LAYOUTS_OF_BASE: frozenset[Layout] = frozenset({"own"})
 
 
 class Adapters:
-    """`TrainedWeights`: puts LoRA into a model's linears, makes models, and loads those of a microbatch."""
-
-    base_is_frozen = True
-    token_multiple = 1
+    """Puts LoRA into a model's linears, makes models, and loads those of a microbatch."""
 
     def __init__(
         self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int, world: World = ALONE
@@ -66,8 +63,7 @@ class Adapters:
 
         The same seed gives the same tensors on every device and rank. Raises InvalidInput.
         """
-        if config.full:
-            raise InvalidInput("this model trains all weights; start the server with the setting backend.full for it")
+        assert not config.full, "the server refuses models that train all weights"
         if not 1 <= config.rank <= self._max_rank:
             raise InvalidInput(
                 f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}"

@@ -14,11 +14,11 @@ from backends.trainer import checkpoint_files
 from backends.trainer.distributed import World, gather_objects, on_rank_zero
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.lora.saved_adapter import read_adapter
-from backends.trainer.trained_weights import GradientState
+from backends.trainer.optimizer import GradientState
 
 
 class LoraFiles:
-    """`ModelFiles` of LoRA models."""
+    """Saves and loads models, on all ranks together."""
 
     def __init__(
         self, base_model: str, dtype: torch.dtype, world: World, snapshots: checkpoint_files.SnapshotWriter
@@ -39,7 +39,7 @@ class LoraFiles:
         """
 
         dtype = torch.float32 if for_elsewhere else self._dtype
-        checkpoint_files.require_finite(model, self._world)
+        checkpoint_files.require_finite(model.parameters, self._world)
         wholes = model.halves(dtype)
 
         def write(aside: Path) -> None:
@@ -57,7 +57,7 @@ class LoraFiles:
 
     def save_state(self, model: LoraModel, directory: Path) -> None:
         """Save adapter and optimizer. Raises InvalidInput if the adapter is not finite."""
-        checkpoint_files.require_finite(model, self._world)
+        checkpoint_files.require_finite(model.parameters, self._world)
         weights, moments = model.masters(), model.optimizer_state()
 
         def write(aside: Path) -> None:
@@ -80,7 +80,7 @@ class LoraFiles:
         """Copy adapter, optimizer and the accumulated gradient; rank 0's thread writes the copy."""
         if model.gradient == "whole":
             model.move_gradient()  # or the next step would count it again
-        checkpoint_files.require_finite(model, self._world)
+        checkpoint_files.require_finite(model.parameters, self._world)
         wholes = (model.masters(), model.optimizer_state())
 
         def copy() -> Callable[[Path], None]:

@@ -34,8 +34,15 @@ from backends.trainer.distributed import (
 )
 from backends.trainer.lora.experts import ExpertAdapters
 from backends.trainer.lora.linear import LinearAdapters
-from backends.trainer.optimizer import MOMENTS, all_finite, keeping_state, move, prepare_step, step_on_device
-from backends.trainer.trained_weights import GradientState
+from backends.trainer.optimizer import (
+    MOMENTS,
+    GradientState,
+    all_finite,
+    keeping_state,
+    move,
+    prepare_step,
+    step_on_device,
+)
 
 _STEP_COUNT_BYTES = torch.float32.itemsize
 """What torch keeps of a tensor beside its moments."""
@@ -101,7 +108,7 @@ class OptimState:
 
 
 class LoraModel:
-    """A `TrainedModel`."""
+    """A client's model: its adapters, their gradients, and its optimizer."""
 
     def __init__(self, config: Trainable, stacks: Sequence[StackedAdapter], world: World, *, fused: bool) -> None:
         """`stacks` are zeros; `fused`: torch's one-kernel AdamW, on CUDA. Adam's settings come with every

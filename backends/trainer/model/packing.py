@@ -91,24 +91,16 @@ class Microbatch:
     """Experts as `RouterReplay.batch` gives them; None: routers choose."""
 
 
-def num_padding(lengths: Sequence[int], multiple_of: int = 1) -> int:
-    """Return the padding in tokens up to a multiple of `multiple_of`.
-
-    A microbatch without samples, of a rank that only takes part in collectives, or without a sample of two tokens gets
-    one of two tokens: code compiled for any number of tokens is recompiled for one.
-    """
-    missing = -sum(lengths) % multiple_of
-    if max(lengths, default=0) < 2 and missing < 2:
-        missing += max(2, multiple_of)
-    return missing
+def num_padding(lengths: Sequence[int]) -> int:
+    """Return the padding in tokens: two for a microbatch without samples, of a rank that only takes part in
+    collectives, or without a sample of two tokens. Code compiled for any number of tokens is recompiled for one."""
+    return 0 if max(lengths, default=0) >= 2 else 2
 
 
-def pack(
-    samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device, multiple_of: int = 1
-) -> Microbatch:
+def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device) -> Microbatch:
     """Pack samples of (input, targets [N] or [N, K]), with the padding of `num_padding`: a sample of no request, at the
     end."""
-    if missing := num_padding([len(rendered.token_ids_T) for rendered, _ in samples], multiple_of):
+    if missing := num_padding([len(rendered.token_ids_T) for rendered, _ in samples]):
         samples = [*samples, (Rendered(np.zeros(missing, np.int64), [], []), np.zeros(missing, np.int64))]
     lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
     position_ids = np.concatenate(

@@ -5,7 +5,7 @@ T tokens, H hidden width, V vocabulary, K targets of a token, R summed ranks of 
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from backends.families.logits import LogitTransform, logit_transform
 from backends.kernels.autograd import Context
 from backends.kernels.exchange import group_name
 from backends.trainer.distributed import ALONE, Root, World
+from backends.trainer.lora.adapters import Adapters
 from backends.trainer.lora.linear import (
     LoraLinear,
     add_lora_gradients,
@@ -28,7 +29,6 @@ from backends.trainer.model.context import gather_tokens, slice_of, slice_tokens
 from backends.trainer.model.packing import Microbatch
 from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.vision import ImageEncoder
-from backends.trainer.trained_weights import TrainedWeights
 
 MAX_LOGITS = 5 * 2**25
 """Logits held at once, in float32: 640 MiB."""
@@ -46,7 +46,7 @@ class Scorer(nn.Module):
         self,
         root: Root,
         vision: ImageEncoder | None,
-        weights: TrainedWeights[Any],
+        weights: Adapters,
         router_replay: RouterReplay | None = None,
         context: World = ALONE,
     ) -> None:
@@ -91,9 +91,8 @@ class Scorer(nn.Module):
             extra = attention.varlen_arguments(*lengths, self._group, batch.whole_images_IF)
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
         head, hidden_TH = self.model.get_output_embeddings(), output.last_hidden_state[0]
-        if isinstance(head, LoraLinear):
-            return target_logprobs(hidden_TH, head, scales_TR, batch.targets_TK, gradient, self._transform)
-        return trained_target_logprobs(hidden_TH, head.weight, head.bias, batch.targets_TK, self._transform)
+        assert isinstance(head, LoraLinear), "adapters replace the head too"
+        return target_logprobs(hidden_TH, head, scales_TR, batch.targets_TK, gradient, self._transform)
 
 
 class TokenGradient(Protocol):
@@ -217,62 +216,6 @@ def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scal
     logits_TV = _head_logits(hidden_TH, head.weight, head.bias)
     add_product(logits_TV, inner_TR.T, head.whole.b_RO)
     return logits_TV, inner_TR
-
-
-def trained_target_logprobs(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_TK: Tensor,
-    transform: LogitTransform = LogitTransform(),  # noqa: B008 - frozen
-) -> Tensor:
-    """Return [T, K] float32, nats, with a head that is itself in training."""
-    return cast(Tensor, _TrainedHead.apply(hidden_TH, weight_VH, bias_V, targets_TK, transform))  # type: ignore[no-untyped-call]
-
-
-class _TrainedHeadContext(Context, Protocol):
-    transform: LogitTransform
-
-
-class _TrainedHead(torch.autograd.Function):
-    """As `_TargetLogprobs`; the head's gradient is summed in float32."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913
-        ctx: _TrainedHeadContext,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_TK: Tensor,
-        transform: LogitTransform,
-    ) -> Tensor:
-        ctx.transform = transform
-        logprobs, sums = [], []
-        for hidden, targets in _chunks(weight_VH, hidden_TH, targets_TK):
-            logits = transform.apply(_head_logits(hidden, weight_VH, bias_V))
-            lse = _normaliser(logits)
-            logprobs.append(logits.gather(-1, targets) - lse)
-            sums.append(lse)
-        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_TK, torch.cat(sums))
-        return torch.cat(logprobs)
-
-    @staticmethod
-    def backward(ctx: _TrainedHeadContext, grad_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        hidden_TH, weight_VH, bias_V, targets_TK, lse_T1 = ctx.saved_tensors
-        wide = torch.promote_types(weight_VH.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight_VH, dtype=wide)
-        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
-        parts = []
-        for hidden, targets, lse, grad in _chunks(weight_VH, hidden_TH, targets_TK, lse_T1, grad_TK):
-            logits = ctx.transform.apply(_head_logits(hidden, weight_VH, bias_V))
-            grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
-            ctx.transform.backward(grad_logits, logits)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=wide)
-            add_product(grad_weight, grad_logits, hidden)
-            parts.append(grad_logits @ weight_VH)
-        bias = None if grad_bias is None else grad_bias.to(weight_VH.dtype)
-        return torch.cat(parts), grad_weight.to(weight_VH.dtype), bias, None, None
 
 
 def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from backends.families.tower_patches import tower_patch
 from backends.kernels.pinned_copy import to_device
 from backends.lru import LRU
 from backends.protocol import BackendFailed
+from backends.trainer.lora.adapters import Adapters
 from backends.trainer.model.packing import Microbatch
-from backends.trainer.trained_weights import TrainedWeights
 
 _FIRST = 8
 """Images that a GPU begins with while the next are still decoded; then twice as many, and so on. Launching a tower's
@@ -67,9 +66,7 @@ class _CachedFeatures:
 class ImageEncoder:
     """Gives a model its image features in place of its vision tower. One forward at a time."""
 
-    def __init__(
-        self, tower: VisionTower, model: PreTrainedModel, max_bytes: int, weights: TrainedWeights[Any]
-    ) -> None:
+    def __init__(self, tower: VisionTower, model: PreTrainedModel, max_bytes: int, weights: Adapters) -> None:
         """`model` is the one whose forward calls its own get_image_features; `tower` is its tower."""
         self._tower = tower
         self._weights = weights

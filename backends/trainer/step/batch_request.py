@@ -13,10 +13,10 @@ from api_schemas.training import LOGPROBS, ForwardBackwardInput, ForwardBackward
 from backends.inputs.rendering import Layout
 from backends.protocol import InvalidInput
 from backends.trainer.commands import NewRequest
+from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.packing import plan_steps
 from backends.trainer.step.losses import LOSSES, metrics
 from backends.trainer.step.validation import loss_config
-from backends.trainer.trained_weights import TrainedModel
 
 MAX_SUMMED_RANK = 256
 """Summed ranks of a microbatch's models: above, they cost more than another microbatch (on an H200)."""
@@ -53,7 +53,7 @@ class CheckedBatch:
 class BatchRequest:
     """One batch through one model, on one rank."""
 
-    def __init__(self, new: NewRequest, model: TrainedModel, batch: CheckedBatch, plan: list[list[list[int]]]) -> None:
+    def __init__(self, new: NewRequest, model: LoraModel, batch: CheckedBatch, plan: list[list[list[int]]]) -> None:
         """`plan` is what `plan_batch` made of the batch."""
         loss_input = batch.loss_input
         self.number = new.number

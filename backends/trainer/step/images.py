@@ -42,7 +42,7 @@ def prefetch(base: BaseModel, world: World, members: Members) -> dict[BatchReque
     """Start to decode the images whose pixels this rank needs. Return by request the hashes of those that it does not
     need: the frozen tower has seen them, or they are in other ranks' slices of the microbatch."""
     known: dict[BatchRequest, Container[str]] = {}
-    elsewhere = _images_elsewhere(members, base.weights.token_multiple, world) if world.num_slices > 1 else None
+    elsewhere = _images_elsewhere(members, world) if world.num_slices > 1 else None
     for request, indices in members.items():
         inputs = [(request.data[index].model_input, request.layouts[index]) for index in indices]
         seen: Container[str] = () if request.model.config.train_vision or base.vision is None else base.vision
@@ -55,11 +55,11 @@ def prefetch(base: BaseModel, world: World, members: Members) -> dict[BatchReque
     return known
 
 
-def _images_elsewhere(members: Members, token_multiple: int, world: World) -> set[str]:
+def _images_elsewhere(members: Members, world: World) -> set[str]:
     """Return the hashes of images of which this rank's slice of the microbatch has no token."""
     datums = [(request, index) for request, indices in members.items() for index in indices]
     lengths = [request.lengths[index] for request, index in datums]
-    tokens = slice_of(sum(lengths) + num_padding(lengths, token_multiple), world.context)
+    tokens = slice_of(sum(lengths) + num_padding(lengths), world.context)
     here, elsewhere, begin = set[str](), set[str](), 0
     for request, index in datums:
         for name, _, span in images_of(request.data[index].model_input, request.layouts[index]):

@@ -18,6 +18,7 @@ from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.base_model import BaseModel
 from backends.trainer.distributed import World, agreed, largest, microbatch_s, to_broadcast
+from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.packing import Microbatch, loss_inputs, pack
 from backends.trainer.model.recompute import Memory
 from backends.trainer.model.router_replay import RouterReplay
@@ -25,7 +26,6 @@ from backends.trainer.optimizer import all_finite
 from backends.trainer.step.batch_request import BatchRequest, Members, targets
 from backends.trainer.step.images import prefetch, render
 from backends.trainer.step.losses import MicrobatchLoss
-from backends.trainer.trained_weights import TrainedModel
 
 Failures = dict[BatchRequest, Exception]
 
@@ -90,8 +90,7 @@ class TrainingStep:
         if self._base.memory is not None and backward:
             self._base.memory.prepare(self._num_recomputed_layers(self._base.memory, chosen))
         parts = [Part(request, indices, rendered[request.number]) for request, indices in members.items()]
-        # Of a base that is itself in training every rank has a part: a rank without a datum loads the model too.
-        models = [request.model for request in (members if self._base.weights.base_is_frozen else requests[:1])]
+        models = [request.model for request in members]
         try:
             with torch.set_grad_enabled(backward):
                 observed_P9 = self._run(parts, models, shares=len(requests) > 1)
@@ -110,7 +109,7 @@ class TrainingStep:
             request.computed(indices)
         return {}
 
-    def _run(self, parts: Sequence[Part], models: Sequence[TrainedModel], *, shares: bool) -> Tensor:
+    def _run(self, parts: Sequence[Part], models: Sequence[LoraModel], *, shares: bool) -> Tensor:
         """Pack, forward, loss, backward. Return [P, 9]: what `losses.observe` gives for each request. `shares`: ranks
         compute datums of several requests."""
         packed = agreed(lambda: self._pack(parts, models), self._world)
@@ -121,7 +120,7 @@ class TrainingStep:
         agreed(lambda: self._require_finite(parts, shares=shares), self._world)
         return observed_P9
 
-    def _pack(self, parts: Sequence[Part], models: Sequence[TrainedModel]) -> Packed:
+    def _pack(self, parts: Sequence[Part], models: Sequence[LoraModel]) -> Packed:
         """Pack the datums on the device, and load the models."""
         weights, device = self._base.weights, self._world.device
         samples = [
@@ -129,8 +128,8 @@ class TrainingStep:
             for part in parts
             for index, rendered in zip(part.indices, part.rendered, strict=True)
         ]
-        batch = pack(samples, self._base.renderer.family, device, weights.token_multiple)
-        scales_PR = weights.load(models)[: len(parts)]
+        batch = pack(samples, self._base.renderer.family, device)
+        scales_PR = weights.load(models)
         if any(part.request.model.config.train_vision for part in parts):
             scales = [
                 scales_R if part.request.model.config.train_vision else None
@@ -167,7 +166,7 @@ class TrainingStep:
         if shares and torch.is_grad_enabled() and not all_finite(self._base.weights.accumulated):
             raise InvalidInput("the gradient is not finite")
 
-    def _collect(self, parts: Sequence[Part], models: Sequence[TrainedModel], observed_P9: Tensor) -> None:
+    def _collect(self, parts: Sequence[Part], models: Sequence[LoraModel], observed_P9: Tensor) -> None:
         """Add the gradients to the models' own, and what was observed to the requests' shares."""
         if models:
             self._base.weights.collect(models)

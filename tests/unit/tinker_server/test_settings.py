@@ -97,7 +97,7 @@ def test_a_machine_that_joins_is_asked_for_its_own_option(capsys: pytest.Capture
 
 def test_an_option_is_named_as_the_parser_reads_it() -> None:
     values = {"device": "cpu", "base_precision": "fp8", "base_copies": "1", "max_lora_rank": "8"}
-    flags = {"cluster", "train_vision", "replay_routing", "full"}
+    flags = {"cluster", "train_vision", "replay_routing"}
     options = {*vars(parse(["serve"]))} & {*Settings.model_fields, *BackendConfig.model_fields}
     for name in options:
         typed = [option_of(name)] if name in flags else [option_of(name), values.get(name, "2")]

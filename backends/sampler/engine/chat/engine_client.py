@@ -19,13 +19,14 @@ from api_schemas import sampling as api
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
+from backends.sampler.engine.adapters import Version
 from backends.sampler.engine.answers import check_finite, diverged
 from backends.sampler.engine.chat.prompts import MODEL_INPUT
 from backends.sampler.engine.fair_admission import FairAdmission
 from backends.sampler.engine.grammars import STEP_S, Grammars
 from backends.sampler.engine.requests import Prompt, derived_seed
 from backends.sampler.engine.sequences import Sequences
-from backends.sampler.engine.versions import Version, VersionCache
+from backends.sampler.engine.versions import VersionCache
 
 _BAD_GRAMMAR = (
     f"response_format: its grammar took more than {STEP_S:g} s between tokens, or allows none where the answer stands"
@@ -120,7 +121,7 @@ class ChatEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         shared, task = self._shared, self._task
         own = params_of_sequence(params, index, shared.end_tokens, shared.placeholders)
-        async with shared.admission.admission(task.owner, shared.weights.slot(task.weights)) as num_before:
+        async with shared.admission.admission(task.owner, task.weights) as num_before:
             lora = await shared.weights.load(self._held)
             _, inputs = await prompt.render()
             async with aclosing(shared.sequences.run(inputs, own, lora, num_before)) as outputs:

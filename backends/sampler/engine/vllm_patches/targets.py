@@ -152,14 +152,6 @@ GEMMA_NORM = Patch(
     "As float32-residual.",
     how="overridden",
 )
-RELOADING = Patch(
-    "missing-weights",
-    "vllm.model_executor.model_loader.reload.inplace:reload_weights",
-    "525f4f3d48c831905041334cfcd77905232659f5eacbb84c470d1d4e880795eb",
-    "It drops what the model's `load_weights` returns; parameters that files lack keep the weights of another version.",
-    "missing-weights.md",
-    how="relied on",
-)
 CHAT_PROMPTS = Patch(
     "chat-prompts",
     "vllm.renderers.base:BaseRenderer._process_tokens_async",

@@ -5,13 +5,12 @@ sampler process calls the worker's own methods by `collective_rpc`. Both model r
 (CUDA).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
@@ -172,13 +171,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - raised again by the executor
             return str(error).strip() or type(error).__name__, None
 
-    def patch_runner(self, placeholder_ids: Sequence[int], takes_adapters: bool) -> None:
+    def patch_runner(self, placeholder_ids: Sequence[int]) -> None:
         """Change the model runner. Once, before the first request. `placeholder_ids` are never sampled."""
         runner = self.model_runner
         parallel = runner.parallel_config
         if parallel.world_size != 1 and parallel.distributed_executor_backend != targets.EXECUTOR:
             raise RuntimeError("the scheduler is in another process, where blocks of the KV cache are not cleared")
-        prompt_rows = self._prompt_rows_of_head() if takes_adapters else lambda _: nullcontext()
+        prompt_rows = self._prompt_rows_of_head()
         ids = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
         if self.use_v2_model_runner:
             patch_v2_draws(ids)
@@ -217,26 +216,6 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def give_back_memory(self) -> None:
         """Give memory that the engine's process has freed back to the system."""
         give_back_memory()
-
-    def take_model(self, path: str) -> list[str]:
-        """Load another full model over the present one.
-
-        Return the parameters that its files lack, which vLLM passes over with a line in its log (`targets.RELOADING`).
-        """
-        model = self.model_runner.get_model()
-        read, found = model.load_weights, set()
-
-        def noted(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-            names: set[str] = read(weights)
-            found.update(names)
-            return names
-
-        model.load_weights = noted
-        try:
-            self.model_runner.reload_weights(weights_path=path)
-        finally:
-            del model.load_weights
-        return sorted({name for name, _ in model.named_parameters()} - found)
 
     def load_adapter(self, name: str, lora_id: int, path: str) -> list[str]:
         """Load an adapter and return its modules that no layer of the engine takes, over which vLLM passes silently.

@@ -252,8 +252,6 @@ def test_one_copy_of_the_base_is_suggested_where_that_is_enough() -> None:
         for name, gpus in ONE_COPY
     ]
     assert [one[0].flag == "--base-copies 1" for one in found] == [True, True, False, False]
-    whole = BackendConfig(max_lora_rank=32, full=True)
-    assert not any("copies" in one.flag for one in suggestions([shape("32b")], whole, machine("H200"), "cuda"))
 
 
 @pytest.mark.parametrize(("name", "gpus", "copies", "settings"), REFUSED)

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
@@ -38,9 +36,7 @@ GIB = 1 << 30
 
 def model(name: str, base_gib: int, gathered_gib: float = 0.25, **more: Any) -> ModelSize:
     """Of bfloat16, with next to no activations; its cache is the least, 512 MiB on the CPU and a GiB on a GPU."""
-    numbers = Numbers(
-        base_gib * GIB // 2, 0, (LoraMatrices("q_proj", 1, 512, 512),), int(gathered_gib * GIB) // 2, 0, ()
-    )
+    numbers = Numbers(base_gib * GIB // 2, 0, (LoraMatrices("q_proj", 1, 512, 512),), int(gathered_gib * GIB) // 2)
     shape: dict[str, Any] = {"hidden": 64, "num_layers": 1, "vocab_size": 1000, "layer_token_bytes": 1.0}
     return ModelSize(name, 2, replace(numbers, **more), **shape, kv_token_bytes=1, tensor_parallels=(1, 2, 4))
 
@@ -196,36 +192,6 @@ def test_trainers_and_engines_stay_on_the_gpus_that_they_may_use() -> None:
         plan([LARGE], gpus(80, 4), trainer_gpus=(1, 2), ranks=1)
 
 
-def test_training_all_weights_takes_masters_moments_and_gradients_more_and_says_so() -> None:
-    """Numbers of 4 bytes: a master, two moments, a step's and a microbatch's gradient, the original, by ranks."""
-    whole = replace(model("whole", 2, trained=GIB // 2), trains_all=True)
-    needed = 2 * GIB + (2 + 10) * GIB + 2 * 3 * GIB // 2 + GIB // 2
-    plan([whole], Machine(needed), "cpu", full=True)
-    with pytest.raises(BackendFailed, match=r"whole 17\.5 GiB \(.* trainer training of all weights 10\.0 GiB"):
-        plan([whole], Machine(needed - 1), "cpu", full=True)
-    two = plan([whole], Machine(64 * GIB), "cpu", full=True, ranks=2)
-    assert two.of(0, process="trainer") == 2 * (GIB + GIB // 2 + 3 * GIB // 4 + 5 * GIB + 3 * GIB // 2)
-
-
-def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are_refused(
-    tiny_vl: Path, tmp_path: Path
-) -> None:
-    config = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", full=True)
-    machine = Machine(64 * GIB)
-    size = find("a", tiny_vl, config, machine).size
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tiny_vl))
-    trained = sum(one.numel() for name, one in model.named_parameters() if ".visual." not in name)
-    assert size.numbers.trained == trained
-    (counted,) = [one for one in make_plan([size], config, machine, "cpu").parts if one.name.startswith("training")]
-    assert counted.size_bytes == trained * (4 + 8 + 4 + 4 + 4)
-    with pytest.raises(BackendFailed, match="--full and --train-vision exclude each other"):
-        describe_models(config.model_copy(update={"train_vision": True}), machine)
-    experts = make_tiny_vl(tmp_path / "moe", moe=True)
-    with pytest.raises(BackendFailed, match=r"backend\.full.* experts .*mlp\.experts\.gate_up_proj"):
-        find("a", experts, config, machine)
-
-
 def test_every_gpu_of_a_model_has_an_engine_where_it_has_room() -> None:
     found = plan([LARGE], gpus(80, 8), ranks=8)
     assert found.layouts["large"].engines == tuple((gpu,) for gpu in range(8))
@@ -310,8 +276,6 @@ def test_models_that_ranks_of_an_engine_would_compute_wrongly_are_refused_by_nam
     source = Path(DIRECTORIES[TINY_VL])
     config = BackendConfig(models={"a": str(source)}, device="cpu", tensor_parallel=2)
     assert find("a", source, config, machine).spec.tensor_parallel == 2
-    with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* not supported: with backend.full"):
-        find("a", source, config.model_copy(update={"full": True}), machine)
     assert find("a", tiny_vl, config, machine).spec.tensor_parallel == 2, "its only head of keys is repeated"
     with pytest.raises(BackendFailed, match=r"tensor_parallel 3 .* its 2 heads cannot be divided evenly"):
         find("a", tiny_vl, config.model_copy(update={"tensor_parallel": 3}), machine)
@@ -373,7 +337,6 @@ def test_slices_of_microbatches_are_refused_by_name_where_ranks_cannot_compute_t
     four = describe_models(config.model_copy(update={"ranks": 4, "base_copies": 1}), machine)["a"].spec
     assert four.mesh == Mesh(replicate=4, context=2) and four.numerics["context_parallel"] == "2"
     for settings, reason in (
-        ({"full": True}, r"context_parallel 2 .* with backend.full each rank has samples of its own"),
         (
             {"context_parallel": 4},
             r"context_parallel 4 .* its 2 heads cannot be divided evenly; set it to 1",
@@ -396,10 +359,6 @@ def test_mamba2_is_divided_by_heads_alone_and_refused_by_name_where_nothing_was_
         ({"context_parallel": 4}, r"context_parallel 4 .* its 2 heads cannot be divided evenly"),
         ({"context_parallel": 1, "base_copies": 1}, r"base_copies 1 .* has other numbers for Mamba2 than its files"),
         ({"context_parallel": 1, "tensor_parallel": 4}, r"tensor_parallel 4 .* its 2 heads cannot be divided evenly"),
-        (
-            {"context_parallel": 1, "full": True},
-            r"full True \(setting backend.full\) .* neither experts nor linear attention train so: .*experts",
-        ),
     ):
         with pytest.raises(BackendFailed, match=reason):
             describe_models(config.model_copy(update=settings), machine)
@@ -409,19 +368,13 @@ def test_mamba2_is_divided_by_heads_alone_and_refused_by_name_where_nothing_was_
         describe_models(config, machine)
 
 
-@pytest.mark.parametrize(
-    ("others", "reason"),
-    [({"full": True}, "the trainer changes its own copy"), ({"tensor_parallel": 2}, "no GPU has the whole base")],
-)
-def test_one_copy_of_a_base_is_refused_by_name_where_it_cannot_be_shared(
-    others: dict[str, object], reason: str
-) -> None:
+def test_one_copy_of_a_base_is_refused_by_name_where_it_cannot_be_shared() -> None:
     source = Path(DIRECTORIES[TINY_VL])
     config = BackendConfig(models={"a": str(source)}, device="cpu", base_copies=1)
     machine = Machine(64 * GIB)
     assert describe_models(config, machine)["a"].spec.base_copies == 1
-    with pytest.raises(BackendFailed, match=rf"base_copies 1 .* not supported: .*{reason}"):
-        find("a", source, config.model_copy(update=others), machine)
+    with pytest.raises(BackendFailed, match=r"base_copies 1 .* not supported: .*no GPU has the whole base"):
+        find("a", source, config.model_copy(update={"tensor_parallel": 2}), machine)
 
 
 def test_one_copy_of_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ pytest tests/unit/backends/families/test_gemma3.py
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,16 +119,9 @@ def test_a_config_with_which_the_engine_would_compute_other_numbers_is_refused(
         find_family(config, str(source))
 
 
-@pytest.mark.parametrize(
-    ("settings", "refusal"),
-    [
-        ({"train_vision": True}, "LoRA on this kind of vision tower is not supported"),
-        ({"full": True}, "full True .* is not supported: its images' tokens see each other"),
-    ],
-)
-def test_what_was_not_compared_is_refused_at_start(source: Path, settings: dict[str, Any], refusal: str) -> None:
-    config = BackendConfig(**{"models": {"a": str(source)}, "device": "cpu", **settings})
-    with pytest.raises(BackendFailed, match=refusal):
+def test_what_was_not_compared_is_refused_at_start(source: Path) -> None:
+    config = BackendConfig(models={"a": str(source)}, device="cpu", train_vision=True)
+    with pytest.raises(BackendFailed, match="LoRA on this kind of vision tower is not supported"):
         describe_models(config, Machine(64 << 30, (80 << 30,), ("a GPU",)))
 
 

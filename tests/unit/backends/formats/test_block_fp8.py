@@ -115,17 +115,13 @@ def test_files_whose_scales_do_not_fit_are_refused_by_the_tensors_name(
         find("a", directory, BackendConfig(models={"a": "source"}, device="cpu"), Machine(64 << 30))
 
 
-def test_the_plan_counts_a_base_in_fp8_as_it_is_in_memory_and_it_is_not_trained_whole(tmp_path: Path) -> None:
+def test_the_plan_counts_a_base_in_fp8_as_it_is_in_memory(tmp_path: Path) -> None:
     whole = make_tiny_text(tmp_path / "whole")
     quantised = quantise_in_blocks(whole, tmp_path / "quantised")
     config, machine = BackendConfig(models={"a": "source"}, device="cpu"), Machine(64 << 30)
     wanted, found = (find("a", directory, config, machine) for directory in (whole, quantised))
     assert found.size == wanted.size and found.spec.weight_bytes == wanted.spec.weight_bytes
     assert found.spec.is_quantised and not wanted.spec.is_quantised
-    with pytest.raises(
-        BackendFailed, match=r"source: .* \(setting backend.full\) is not supported: the base is quantised"
-    ):
-        find("a", quantised, config.model_copy(update={"full": True}), machine)
 
 
 def test_the_plan_counts_linears_that_stay_in_fp8_by_their_bytes(tmp_path: Path) -> None:

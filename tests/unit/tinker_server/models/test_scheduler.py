@@ -135,7 +135,7 @@ async def test_samples_do_not_wait_for_each_other_or_for_training(client: Client
     ("fields", "text"),
     [
         ({"base_model": "other"}, "base model 'other' is not served here; served: tiny"),
-        ({"lora_config": None}, "only a server with backend.full trains all weights"),
+        ({"lora_config": None}, "send one; models here are LoRA adapters"),
         ({"lora_config": LoraConfig(rank=128)}, "rank 128: at most 64"),
         (
             {"lora_config": LoraConfig(rank=8, train_mlp=False, train_attn=False, train_unembed=False)},

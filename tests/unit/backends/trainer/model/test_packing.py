@@ -81,17 +81,6 @@ def test_a_microbatch_without_a_sample_of_two_tokens_gets_one_of_padding(
     assert batch.targets_TK.ravel().tolist() == [1] * len(lengths) + [0, 0] and batch.images == []
 
 
-@pytest.mark.parametrize(
-    ("lengths", "padded_by"), [([3, 4], 1), ([8], 0), ([5, 6], 5), ([1] * 7, 9), ([1] * 8, 8), ([1] * 6, 2), ([], 8)]
-)
-def test_a_microbatch_can_be_padded_to_a_multiple_of_tokens(lengths, padded_by) -> None:
-    samples = [(Rendered(np.ones(length, np.int64), [], []), np.ones(length, np.int64)) for length in lengths]
-    batch = pack(samples, Text(), CPU, multiple_of=8)
-    assert batch.cu_seqlens_host.tolist() == np.cumsum([0, *lengths, *([padded_by] if padded_by else [])]).tolist()
-    assert len(batch.targets_TK) == sum(lengths) + padded_by
-    assert batch.max_seqlen == max(*lengths, padded_by, 2)
-
-
 def test_samples_have_one_kind_of_positions_if_the_model_takes_no_images() -> None:
     texts = [(Rendered(np.arange(length), [], []), np.arange(length)) for length in (2, 3)]
     assert pack(texts, Text(), CPU).model_inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
