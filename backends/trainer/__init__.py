@@ -7,7 +7,7 @@
 - `base_model`: the base of one rank, loaded, tested and compiled (`model`).
 - `model`: the decoder and the vision tower over packed microbatches.
 - `step`: a forward_backward, from its body to the results.
-- `trained_weights`, `lora`, `full`: a model's weights as the trainer sees them: adapters, or all weights.
+- `lora`: a client's model as the trainer sees it: adapters on the frozen base.
 - `optimizer`: AdamW.
 - `checkpoint_files`: the files of saved weights.
 """

@@ -4,7 +4,7 @@
 - `engine`: the arguments of the vLLM engine, its version and memory.
 - `requests`, `sequences`, `answers`: a task becomes vLLM's input, a sequence in the engine, and an answer.
 - `fair_admission`: which sequence the engine admits next.
-- `versions`, `adapters`, `full_models`: saved weights in the engine, linked and loaded before their first use.
+- `versions`, `adapters`: saved weights in the engine, linked and loaded before their first use.
 - `slot_check`: the comparison of a LoRA slot with the adapter's files.
 - `grammars`, `grammar_process`: grammars that answers follow, and the process that tries them.
 - `weight_holder`: the process that holds one copy of a base for engine and trainer.
