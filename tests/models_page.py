@@ -79,7 +79,7 @@ The tests train and sample each kind in the table with a random model of about 0
 1e-4 nats in float32: the trainer's and transformers', packed and single samples, the trainer's and those of saved
 weights merged into transformers, and the sampler's and the trainer's, with adapters and images. For the sampler of
 Qwen3.5 and Qwen3-Next, which runs in bfloat16, the mean difference is at most 0.03 nats and the largest 0.2.
-docs/performance.md has figures of larger models.
+[Performance](performance.md#larger-models-on-one-gpu) has figures of larger models.
 
 | kind | architecture | images | experts | `train_attn` | `train_mlp` | `train_unembed` | frozen |
 |---|---|---|---|---|---|---|---|
@@ -129,8 +129,8 @@ NOTES = """
   steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM.
   Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
   (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`
-  and `--base-copies 1`. No published file has been loaded yet. vLLM on a CPU computes it in float32
-  too.
+  and [one copy of the base](operating.md#one-copy-of-the-base). No published file has been loaded yet. vLLM on a CPU
+  computes it in float32 too.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
@@ -149,7 +149,7 @@ NOTES = """
 - **Qwen3-VL-30B-A3B** was tested on one H200 as a random model with all 48 layers: it trains, samples and recovers
   from its trainer's death. Engine and trainer differ by 0.039 nats on average and by 0.27 at most, since rounding alone
   sends a fifth of its tokens to other experts. With 12 of the layers they differ by 0.037 and 0.50, and with
-  `--replay-routing` by 0.008 and 0.083 (docs/performance.md). The shapes of **Qwen3-VL-32B** and **Qwen3.5-4B** ran
+  `--replay-routing` by 0.008 and 0.083 (`benchmarks/RESULTS.md`). The shapes of **Qwen3-VL-32B** and **Qwen3.5-4B** ran
   there too, whole.
 - **Position embeddings.** Every rope type of transformers is served. But if the longest sample of a microbatch exceeds
   the model's original length, `longrope` and `dynamic` rotate all tokens of the microbatch by that sample's length. The

@@ -29,7 +29,7 @@ _BLOCKS_AT_ONCE = 8
 """Rows of blocks that are unpacked in plain torch at once: they are in float32 meanwhile."""
 _FEW_ROWS, _OUTPUTS_FOR_A_ROW = 256, 64
 """Rows up to which weights are dequantised faster within the product than before it: so many, and one for each so many
-outputs, since with few outputs the product does not fill a GPU (docs/performance.md)."""
+outputs, since with few outputs the product does not fill a GPU (benchmarks/RESULTS.md)."""
 _ALIGNED = 16
 """Bytes at a multiple of which numbers begin, by which kernels read them fastest."""
 _KNOWN: dict[str, tuple[list[object], str]] = {
