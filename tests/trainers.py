@@ -121,9 +121,7 @@ def reference_logprobs(renderer: Renderer, item: Datum, model) -> torch.Tensor:
 
 
 def lora_model(rank: TrainerRank, model_id: str) -> LoraModel:
-    model = rank.models[model_id]
-    assert isinstance(model, LoraModel)
-    return model
+    return rank.models[model_id]
 
 
 def perturb(rank: TrainerRank, model_id: str) -> None:
