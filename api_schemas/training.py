@@ -82,8 +82,9 @@ class CreateModelRequest(Request):
     model_seq_id: ModelSeqId = Field(ge=0)
     base_model: BaseModelName
     user_metadata: Annotated[dict[str, object] | None, NOTED] = None
-    """Free-form metadata, which is listed. Only `train_vision` has an effect: 'true' or 'false' says whether the
-    adapter covers the vision tower, on a server that trains it."""
+    """Free-form metadata, which is listed. Two entries have an effect. `train_vision`, 'true' or 'false', says whether
+    the adapter covers the vision tower, on a server that trains it. `experts`, 'own' or 'service', says whether the
+    experts of a mixture have adapters of their own, or share factors as at the hosted service."""
     lora_config: LoraConfig | None = None
     """The adapter."""
     optimizer_config: OptimizerConfig = OptimizerConfig()

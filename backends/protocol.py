@@ -17,6 +17,7 @@ from api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import (
     AdamParams,
     ForwardBackwardOutput,
+    Layout,
     OptimStepResponse,
     Trainable,
 )
@@ -72,6 +73,10 @@ class BaseModelInfo:
     """Number of the matrices that it adapts, those of experts one by one."""
     trains_vision: bool = False
     """True if models may train the vision tower."""
+    lora_layout: Layout = "own"
+    """Layout of new models whose request does not say."""
+    lora_layouts: tuple[Layout, ...] = ("own", "service")
+    """Layouts that a request may ask for."""
     numerics: Mapping[str, str] = field(default_factory=dict)
     """Settings and versions of libraries on which the numbers of training depend."""
 

@@ -94,8 +94,9 @@ NOTES = """
 - **Vision tower.** It is frozen by default. With `--train-vision`, its linear layers and those of its mergers are
   trained in the Qwen kinds (`model.visual`), and trainer and engine agree. The embedding of patches stays frozen.
   InternVL, SmolVLM and Gemma 3 with images refuse the option at start.
-- **Experts.** Each of an expert's three matrices has its own adapter of the full rank. A model of rank r has r x
-  experts x layers x 3 pairs. Nemotron's experts have two matrices. Routers and the gates of shared experts are frozen.
+- **Experts.** Each of an expert's three matrices has its own adapter of the full rank, or shares one of its factors
+  with all experts of the layer ([two layouts](training.md#the-lora-of-experts)). Nemotron's experts have two matrices.
+  Routers and the gates of shared experts are frozen.
 - **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample.
   On CUDA in bfloat16, the delta rule (Qwen3.5, Qwen3-Next) has flash-linear-attention's kernels, and these layers are
   compiled and part of CUDA graphs. Elsewhere they compute transformers' equations in torch, and so does Mamba2.

@@ -147,6 +147,8 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         adapter_bytes=_ADAPTER_NUMBER_BYTES * numbers.adapter,
         adapter_matrices=sum(matrix.count for matrix in numbers.matrices),
         trains_vision=config.train_vision and renderer.takes_images,
+        lora_layout=config.lora_layout,
+        lora_layouts=("own",) if numbers.divides_linears else ("own", "service"),
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[device],
         # On a CPU a full microbatch is no faster than two, and a model's numbers then do not depend on others' at all.
         shares_microbatches=device == "cuda",
@@ -174,13 +176,14 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     renderer = _renderer(directory, config, source)
     numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
     support = Support(renderer, config, device, source)
-    support.check()
+    support.check(numbers)
     text_config = renderer.config.get_text_config()
     longest = min(text_config.max_position_embeddings, _longest_context(config, device))
     check_rotation(text_config, longest, source)
     return renderer, replace(
         model_size(name, renderer.config, numbers, support.dtype),
         can_be_captured=not renderer.family.has_state_space,
+        lora_layout=config.lora_layout,
         can_be_shared=support.can_be_shared,
         tensor_parallels=support.tensor_parallels,
         context_parallels=support.context_parallels,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from api_schemas.training import Layout
 from backends.families.coverage import ImageToken, LoraMatrices, Numbers, image_token
 from backends.formats.model_files import (
     BYTES_PER_NUMBER,
@@ -61,6 +62,8 @@ class ModelSize:
     """The model's own limit, in tokens."""
     can_be_captured: bool = True
     """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
+    lora_layout: Layout = "own"
+    """Layout of the models for which memory is planned."""
     packed_numbers: int = 0
     """Numbers of the base that stay in fp8."""
     packed_bytes: int = 0
@@ -104,7 +107,7 @@ class ModelSize:
 
     def adapter_numbers(self, rank: int) -> int:
         """Return the numbers of an adapter that trains everything."""
-        return self.numbers.adapter * rank
+        return self.numbers.of_layout(self.lora_layout) * rank
 
     def slot_bytes(self, rank: int, tensor_parallel: int = 1) -> int:
         """Return the bytes of an adapter slot in each of so many ranks of an engine."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.config import BackendConfig
+from backends.families.coverage import Numbers
 from backends.formats.block_fp8 import is_in_blocks
 from backends.formats.model_files import linear_attention, quantisation
 from backends.inputs.rendering import Renderer
@@ -37,16 +38,16 @@ class Support:
     source: str
     """The operator's name of the files, for errors."""
 
-    def check(self) -> None:
+    def check(self, numbers: Numbers) -> None:
         """Raise BackendFailed for the first setting that is not supported with this base."""
-        for setting, value, reason, instead in self._settings():
+        for setting, value, reason, instead in self._settings(numbers):
             if reason is not None:
                 raise BackendFailed(
                     f"{self.source}: {setting} {value} (setting backend.{setting}) is not supported: {reason};"
                     f" {instead}"
                 )
 
-    def _settings(self) -> Iterator[tuple[str, object, str | None, str]]:
+    def _settings(self, numbers: Numbers) -> Iterator[tuple[str, object, str | None, str]]:
         """Yield each setting that needs support: its value, the reason why it has none or None, and what to do."""
         config = self.config
         ranks, slices = config.tensor_parallel or 1, config.context_parallel
@@ -60,6 +61,9 @@ class Support:
         if config.replay_routing:
             unseen = f"nobody has compared replayed routers of {self.renderer.config.architectures[0]} with its engine"
             yield "replay_routing", True, unseen if self.renderer.family.has_state_space else None, "leave it off"
+        if config.lora_layout == "service":
+            parts = "its engine has not been compared with adapters of some rows of linears"
+            yield "lora_layout", "service", parts if numbers.divides_linears else None, "leave it out"
 
     @property
     def dtype(self) -> Dtype:

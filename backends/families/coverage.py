@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from api_schemas.training import Layout
 from backends.families.family import Family
-from backends.families.lora_names import trained_modules
+from backends.families.lora_names import has_stacked_experts, service_adapters, trained_modules
 from backends.formats.block_fp8 import SCALE
 from backends.formats.model_files import tensor_layouts
 from backends.protocol import BackendFailed
@@ -43,11 +44,20 @@ class Numbers:
     """The matrices of an adapter that trains all modules."""
     all_gathered: int
     """Numbers of a sharded base that ranks all-gather at once: all but the layers, and two layers."""
+    more_of_own: int = 0
+    """Numbers per LoRA rank that an adapter of the layout `own` has and of `service` has not: of factors that experts
+    share all but one expert's, and what linears have less."""
+    divides_linears: bool = False
+    """True if `service` has adapters of some rows of a linear, or leaves linears out."""
 
     @cached_property
     def adapter(self) -> int:
-        """Numbers of an adapter that trains all modules, per LoRA rank."""
+        """Numbers of an adapter that trains all modules, per LoRA rank, if each expert has its own."""
         return sum(matrix.count * (matrix.outputs + matrix.inputs) for matrix in self.matrices)
+
+    def of_layout(self, layout: Layout) -> int:
+        """Return the same of an adapter of this layout."""
+        return self.adapter - (self.more_of_own if layout == "service" else 0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,23 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     layers = [_count(layer) for layer in model.get_decoder().layers]
     all_gathered = _count(model) - sum(layers) + 2 * max(layers)
     text = nn.ModuleList([model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()])
-    return Numbers(_count(model), _count(model) - _count(text), matrices, all_gathered)
+    more, divides = _compare_layouts(model, modules)
+    return Numbers(_count(model), _count(model) - _count(text), matrices, all_gathered, more, divides)
+
+
+def _compare_layouts(model: PreTrainedModel, modules: Iterable[str]) -> tuple[int, bool]:
+    """Return `more_of_own` and `divides_linears` of `Numbers`."""
+    hidden, more_of_own, divides_linears = model.config.get_text_config().hidden_size, 0, False
+    for name in modules:
+        module = model.get_submodule(name)
+        parts = service_adapters(model, name) if isinstance(module, nn.Linear) else None
+        for count, outputs, inputs in _matrices(dict(module.named_parameters())):
+            if has_stacked_experts(module):
+                more_of_own += hidden * (count - count // len(module.down_proj))
+            if parts is not None:
+                divides_linears = True
+                more_of_own += outputs + inputs - sum(inputs + len(rows) for rows in parts.values())
+    return more_of_own, divides_linears
 
 
 def decoder_linears(family: Family, config: PretrainedConfig, source: str) -> dict[str, tuple[int, int]]:

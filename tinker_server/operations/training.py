@@ -8,7 +8,7 @@ Lasting refusals are raised here, not at the submit: a number that was accepted 
 import contextlib
 import secrets
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from api_schemas import ids
 from api_schemas.training import (
@@ -16,6 +16,7 @@ from api_schemas.training import (
     CreateModelRequest,
     CreateModelResponse,
     ForwardBackwardOutput,
+    Layout,
     LoraConfig,
     OptimizerConfig,
     OptimStepRequest,
@@ -66,7 +67,8 @@ async def create_model(stores: WeightStores, model: Model, work: Work[CreateMode
     base = stores.bases.base(request.base_model).info
     if request.lora_config is None:
         raise Unsupported("lora_config is missing: send one; models here are LoRA adapters")
-    trainable = _trainable(request.lora_config, train_vision=_trains_vision(request, base))
+    others = {"train_vision": _trains_vision(request, base), "layout": _layout(request, base)}
+    trainable = _trainable(request.lora_config, others)
     run = _run(request, work.operation.owner, base, trainable, request.optimizer_config)
     work.base_model = run.base_model
     async with stores.holdings.model(run.owner, run.model_id):
@@ -124,15 +126,24 @@ def _trains_vision(request: CreateModelRequest, base: BaseModelInfo) -> bool:
     return base.trains_vision and said != "false"
 
 
-def _trainable(lora: LoraConfig, *, train_vision: bool) -> Trainable:
-    """Return what trains, with its seed. The trainer says which ranks it has."""
+def _layout(request: CreateModelRequest, base: BaseModelInfo) -> Layout:
+    """Return the layout of a new model: the server's, unless its user_metadata names one."""
+    said = (request.user_metadata or {}).get("experts", base.lora_layout)
+    for layout in base.lora_layouts:
+        if said == layout:
+            return layout
+    known = " or ".join(map(repr, base.lora_layouts))
+    raise Unsupported(f"user_metadata.experts is {said!r}: it must be {known} for {base.name}")
+
+
+def _trainable(lora: LoraConfig, others: Mapping[str, object]) -> Trainable:
+    """Return what trains, with its seed, and `others` of its fields. The trainer says which ranks it has."""
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
         raise Unsupported("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
     if lora.seed is not None and not 0 <= lora.seed < 2**63:
         raise Unsupported(f"lora_config.seed {lora.seed} is not between 0 and 2^63 - 1")
     seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
-    drawn = {"seed": seed, "train_vision": train_vision}
-    return Trainable.model_validate(lora.model_dump() | drawn)
+    return Trainable.model_validate(lora.model_dump() | {"seed": seed, **others})
 
 
 def _run(

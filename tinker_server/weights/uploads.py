@@ -207,6 +207,10 @@ def _trainable(upload: Upload, source: Path, info: BaseModelInfo) -> Trainable:
         layout = export.layout_of(source / ADAPTER_FILE)
     except (ValueError, AttributeError, TypeError, RecursionError):  # whatever the header is in place of an object
         raise BadRequest(f"{ADAPTER_FILE} is no safetensors file: its header is no object of tensors") from None
+    if layout not in info.lora_layouts:
+        raise BadRequest(
+            f"{ADAPTER_FILE}: the experts of a layer share factors; {info.name} takes adapters of each expert here"
+        )
     return Trainable(
         rank=lora.rank,
         seed=0,

@@ -27,21 +27,24 @@ from backends.trainer.lora.linear import ALPHA, TokenScales
 from backends.trainer.lora.model import Group, LoraModel, StackedAdapter
 from backends.trainer.lora.target_modules import replace_modules
 
-_LAYOUTS_OF_BASE: frozenset[Layout] = frozenset({"own"})
-"""As which the base alone computes."""
-
 
 class Adapters:
     """Puts LoRA into a model's linears, makes models, and loads those of a microbatch."""
 
     def __init__(
-        self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int, world: World = ALONE
+        self,
+        model: PreTrainedModel,
+        modules: Mapping[LoraFlag, list[str]],
+        max_rank: int,
+        world: World = ALONE,
+        base_layout: Layout = "own",
     ) -> None:
         """Replace linears and experts in place; before the model is sharded, which goes by its modules.
 
         `modules` are the full names of those that each of a request's flags trains; `world` shares every model's
-        masters.
+        masters. The base alone computes as with models of `base_layout`.
         """
+        self._base_layout = base_layout
         self._max_rank = max_rank
         self._world = world
         self._text, self._tower = TokenScales(), TokenScales()
@@ -104,7 +107,7 @@ class Adapters:
         ends = list(accumulate(model.config.rank for model in models))
         self._rank_slices = [slice(end - model.config.rank, end) for end, model in zip(ends, models, strict=True)]
         width = self._width(sum(model.config.rank for model in models))
-        layouts = self._layouts & (frozenset(model.config.layout for model in models) or _LAYOUTS_OF_BASE)
+        layouts = self._layouts & (frozenset(model.config.layout for model in models) or {self._base_layout})
         if (width, layouts) != self._loaded_as:
             self._bind(width, layouts)
         for buffers in self._loaded:

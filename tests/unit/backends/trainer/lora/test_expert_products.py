@@ -40,15 +40,17 @@ def test_an_expert_without_tokens_has_no_gradient(counts, monkeypatch):
         torch.testing.assert_close(total[expert], before[expert] + rows.T @ others)
 
 
+@pytest.mark.parametrize("layout", ["own", "service"])
 @pytest.mark.parametrize("train_vision", [False, True], ids=["", "with its tower"])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_planned_size_of_an_adapter_is_its_size(kind, train_vision, tmp_path):
+def test_the_planned_size_of_an_adapter_is_its_size(kind, train_vision, layout, tmp_path):
     source = FAMILIES[kind](tmp_path / "model")
     model_config = AutoConfig.from_pretrained(source)
     family = find_family(model_config, str(source))
     if train_vision and (family.vision is None or family.vision.lora is None):
         pytest.skip("has no tower that can be trained")
-    planned = check_coverage(family, model_config, str(source), train_vision=train_vision).adapter
+    numbers = check_coverage(family, model_config, str(source), train_vision=train_vision)
     rank = TrainerRank(replace(config(source), trains_vision=train_vision), World(0, 1, torch.device("cpu")))
-    rank.create_model("m", LORA.model_copy(update={"train_vision": train_vision}))
-    assert sum(one.numel() for one in rank.models["m"].parameters) == LORA.rank * planned
+    rank.create_model("m", LORA.model_copy(update={"train_vision": train_vision, "layout": layout}))
+    planned = LORA.rank * numbers.of_layout(layout)
+    assert sum(parameter.numel() for parameter in rank.models["m"].parameters) == planned
