@@ -28,7 +28,7 @@ from tests.fakes import FakeBackend
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings
-from tinker_server.store.futures.records import Operation, Result
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, Result
 from tinker_server.store.records import SamplingSession
 from tinker_server.web.deps import Services
 from tinker_server.web.submission import image_places
@@ -71,7 +71,10 @@ class Client:
             request=request,
             images=image_places(body, wire.JSON, request) if isinstance(request, ForwardBackwardRequest) else (),
         )
-        return await self.services.scheduler.submit(operation)
+        scheduler = self.services.scheduler
+        if kind == "sample":
+            return await scheduler.samples.accept(operation)
+        return await scheduler.actor(operation.lane.removesuffix(UNLOAD_SUFFIX)).accept(operation)
 
     async def create_model(self, number: int = 0, **fields: Any) -> str:
         values: dict[str, Any] = {"base_model": "tiny", "lora_config": LoraConfig(rank=8)} | fields

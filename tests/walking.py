@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +55,13 @@ STAGES = {
     "handler -> writer": ("optim_step", "forward_backward", "asample"),
     "writer -> committed": ("BatchWriter.put",),
     "committed -> lane": ("FutureQueue._accept",),
-    "lane -> socket": ("Lane.take", "Scheduler._sample"),
+    "lane -> socket": ("Lane.take", "Samples._run"),
 }
 """Each stage, with the functions whose call begins it and is the first of its calls."""
 HANDLER, COMMITTED = "handler -> writer", ("committed -> lane", "lane -> socket")
 END = "Outbox.send"
 """The last call of the last stage."""
-ACCEPTS = "Scheduler.submit"
+ACCEPTS = ("Actor.accept", "Samples.accept")
 """What the request's task does after this is its answer, which is no part of the walk."""
 HEADERS = {
     "accept-encoding": "gzip, deflate, zstd",
@@ -152,9 +152,9 @@ def _goes_on(frame: FrameType) -> bool:
     return bool(frame.f_code.co_flags & flags) and bool(frame.f_code.co_code[frame.f_lasti + 1] & 3)
 
 
-def _is_below(frame: FrameType, name: str) -> bool:
+def _is_below(frame: FrameType, names: Collection[str]) -> bool:
     at: FrameType | None = frame
-    while at is not None and at.f_code.co_qualname != name:
+    while at is not None and at.f_code.co_qualname not in names:
         at = at.f_back
     return at is not None
 

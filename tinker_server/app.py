@@ -230,7 +230,7 @@ def build_services(
     if tracing is not None:
         tracing.observe(observers)
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
-    intake = Intake(runner.run, decode, left, admission, disk, settings.gap_grace_s)
+    intake = Intake(futures, runner.run, decode, left, admission, disk, settings.gap_grace_s)
     scheduler = Scheduler(model_stores, intake)
     key_uses = KeyUses(settings.data_dir, keys)
     swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, uploads, key_uses)

@@ -62,6 +62,14 @@ def body_of(model_id: str, seq_id: int, names: list[str]) -> bytes:
 _DATA_TAG = (pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number << 3) | 2
 
 
+def test_the_lane_of_an_unload_is_no_model(server: Running) -> None:
+    model_id = server.model()
+    for path, number in (("/optim_step", {"seq_id": 1}), ("/unload_model", {})):
+        refused = server.post(path, model_id=f"{model_id}:unload", **number)
+        assert refused.status_code == 404 and "UnknownModel" in refused.text, refused.text
+    assert server.result(server.post("/optim_step", model_id=model_id, seq_id=1)).status_code == 200
+
+
 def test_the_same_message_with_its_map_in_another_order_is_a_repeat(server: Running) -> None:
     model_id = server.model()
     one, other = (body_of(model_id, 1, names) for names in (["target_tokens", "weights"], ["weights", "target_tokens"]))

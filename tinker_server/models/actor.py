@@ -8,15 +8,15 @@ there is something to do.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 
+from tinker_server.errors import BadRequest, Busy
 from tinker_server.models.intake import Intake
-from tinker_server.models.lane import Lane
+from tinker_server.models.lane import Lane, lane_after
 from tinker_server.models.model import Model
 from tinker_server.offload import INLINE_BYTES
-from tinker_server.store.futures.queue import FutureQueue
-from tinker_server.store.futures.records import Operation, Result
+from tinker_server.store.futures.records import Operation, PastOperation
 
 Request = Callable[[], Awaitable[None]]
 """A method of the model."""
@@ -25,14 +25,15 @@ Request = Callable[[], Awaitable[None]]
 class Actor:
     """The inbox of one model, and the task that empties it."""
 
-    def __init__(self, model: Model, queue: FutureQueue, intake: Intake) -> None:
+    def __init__(self, model: Model, intake: Intake) -> None:
         self.model = model
         self.lane: Lane | None = None
         """None until an operation has come, and the model's past ones were read for its number."""
-        self._queue = queue
-        self._run = intake.run
-        self._admission = intake.admission
-        self._gap_grace_s = intake.gap_grace_s
+        self._intake = intake
+        self._queue = intake.futures.queue
+        self._budget = intake.admission.queued
+        self._num_arriving = 0
+        """Operations that are being accepted."""
         self._requests: deque[tuple[Request, asyncio.Future[None]]] = deque()
         self._unloads: deque[Operation] = deque()
         self._running: Operation | None = None
@@ -56,7 +57,7 @@ class Actor:
 
     def is_idle(self, for_s: float) -> bool:
         """Return whether nothing arrives, waits or runs, and nothing has come for so long."""
-        if self.is_working or (self.lane is not None and self.lane.arriving):
+        if self.is_working or self._num_arriving:
             return False
         return self.lane is None or self.lane.last_arrival_s + for_s <= asyncio.get_running_loop().time()
 
@@ -68,14 +69,99 @@ class Actor:
             for operation in self.lane.waiting.values():
                 yield operation, False
 
-    def queue(self, lane: Lane, operation: Operation) -> None:
+    async def accept(self, operation: Operation) -> str:
+        """Accept an operation, durably when this returns, have it run, and return its request_id.
+
+        Raises SequenceConflict, ShuttingDown, BadRequest, Busy.
+        """
+        self._intake.require_open()
+        self._num_arriving += 1
+        try:
+            if operation.operation_kind == "unload_model":  # it makes room
+                accepted = await self._queue.enqueue(operation)
+                if accepted.is_new and not self._is_closing:
+                    self._queue_unload(replace(operation, request_id=accepted.request_id))
+                return accepted.request_id
+            lane = self.lane or await self._read_lane(operation.seq_id)
+            try:
+                await self._intake.require_room(operation)
+            except Busy:
+                lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
+                raise
+            if not lane.takes(operation.operation_kind, operation.seq_id):
+                return await self._accept_late(operation)
+            return await self._accept_in_order(lane, operation)
+        finally:
+            self._num_arriving -= 1
+
+    async def _accept_in_order(self, lane: Lane, operation: Operation) -> str:
+        number, counts = operation.seq_id, (operation.owner, 1, operation.size_bytes)
+        try:
+            self._budget.enter(*counts)
+        except Busy:
+            if not lane.lets_in(number):
+                lane.put_off(number, asyncio.get_running_loop().time())
+                raise
+            self._budget.enter(*counts, forced=True)
+        accepted = None
+        lane.arriving[number] += 1
+        try:
+            accepted = await self._queue.enqueue(operation)
+        finally:
+            lane.arriving[number] -= 1
+            if not lane.arriving[number]:
+                del lane.arriving[number]
+            self._woken.set()
+            if accepted is None or not accepted.is_new or self._is_closing:
+                self._budget.leave(*counts)
+                if number not in lane.waiting:
+                    lane.let_in.discard(number)
+        if accepted.is_new and not self._is_closing:
+            self._queue_in(lane, replace(operation, request_id=accepted.request_id))
+        return accepted.request_id
+
+    async def _accept_late(self, operation: Operation) -> str:
+        """Accept a repeat of what was accepted before. Raises BadRequest for what comes now for the first time."""
+        late = BadRequest(
+            f"{operation} comes too late: operations after it have run, and only a part of a batch whose optim_step was"
+            " not taken is let in then"
+        )
+        if not await self._intake.futures.rows.knows(operation.lane, operation.seq_id):
+            raise late
+        accepted = await self._queue.enqueue(operation)
+        if accepted.is_new:  # stored by a commit that had seemed to fail
+            self._intake.fail(replace(operation, request_id=accepted.request_id), late)
+        return accepted.request_id
+
+    async def resume(self, operation: Operation) -> None:
+        """Run an operation that an earlier server left."""
+        if operation.operation_kind == "unload_model":
+            self._queue_unload(operation)
+            return
+        self._budget.enter(operation.owner, 1, operation.size_bytes, forced=True)
+        self._queue_in(self.lane or await self._read_lane(operation.seq_id), operation)
+
+    async def _read_lane(self, first: int) -> Lane:
+        """Return the lane that begins where the model's stored operations end: with `first` if there are none."""
+        lane = await lane_after(self._past(), first)
+        self.lane = self.lane or lane
+        return self.lane
+
+    async def _past(self) -> AsyncIterator[PastOperation]:
+        before = None
+        while page := await self._intake.futures.rows.past(self.model.id, before):
+            for operation in page:
+                yield operation
+            before = page[-1].seq_id
+
+    def _queue_in(self, lane: Lane, operation: Operation) -> None:
         """Run an operation after all before it."""
         if operation.size_bytes > INLINE_BYTES and (lane.waiting or self.is_working):
             operation = replace(operation, body=None, request=None)  # it is in the database
         lane.add(operation, asyncio.get_running_loop().time())
         self._wake()
 
-    def queue_unload(self, operation: Operation) -> None:
+    def _queue_unload(self, operation: Operation) -> None:
         """Have an unload_model run, which has no number, once no operation waits."""
         self._unloads.append(operation)
         self._wake()
@@ -93,15 +179,17 @@ class Actor:
             return 0
         cancelled = self.lane.take_all()
         for operation in cancelled:
-            self._queue.complete(operation.request_id, Result.of_failure(operation, error))
-            self._admission.queued.leave(operation.owner, 1, operation.size_bytes)
+            self._intake.fail(operation, error)
+            self._budget.leave(operation.owner, 1, operation.size_bytes)
             self.lane.note(operation, "user")
         self._woken.set()
         return len(cancelled)
 
-    def look_again(self) -> None:
-        """Wake the task where it waits for a number."""
-        self._woken.set()
+    def refuse(self, number: int, operation_kind: str) -> None:
+        """Note that an operation was refused before it had a future, so that none waits for it."""
+        if self.lane is not None:
+            self.lane.refuse(number, operation_kind)
+            self._woken.set()
 
     def stop(self) -> asyncio.Task[None] | None:
         """Begin no more operations, and end what has changed nothing. Returns the task while it runs."""
@@ -116,7 +204,7 @@ class Actor:
 
     def _wake(self) -> None:
         self._woken.set()
-        if not self.is_working:
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work(), name=f"actor of {self.model.id}")
 
     async def _work(self) -> None:
@@ -126,7 +214,7 @@ class Actor:
             elif self._is_closing:
                 return
             elif self.lane is not None and self.lane.waiting:
-                wait_s = self.lane.wait_s(asyncio.get_running_loop().time(), self._gap_grace_s)
+                wait_s = self.lane.wait_s(asyncio.get_running_loop().time(), self._intake.gap_grace_s)
                 if wait_s > 0:
                     self._woken.clear()
                     with contextlib.suppress(TimeoutError):
@@ -136,7 +224,7 @@ class Actor:
                     await self._operate(self.lane)
             elif self._unloads:
                 operation = self._unloads.popleft()
-                result = await self._run(operation, self.model, "")
+                result = await self._intake.run(operation, self.model, "")
                 self._queue.complete(operation.request_id, result)
             else:
                 return
@@ -145,11 +233,11 @@ class Actor:
         operation = self._running = lane.take()
         self._latest_work = self.model.handle.latest_work
         try:
-            result = await self._run(operation, self.model, lane.lacking)
+            result = await self._intake.run(operation, self.model, lane.lacking)
             logged = await self.model.takes_place_in_log(operation, result.failure_category)
             result = self._queue.complete(operation.request_id, result, logged=logged)
         finally:
-            self._admission.queued.leave(operation.owner, 1, operation.size_bytes)
+            self._budget.leave(operation.owner, 1, operation.size_bytes)
         lane.note(operation, result.failure_category)
         await self.model.maybe_snapshot(operation.operation_kind)
         self._running = None

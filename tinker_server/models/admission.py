@@ -1,6 +1,5 @@
 """Bounds what each owner has in flight, and so what its requests hold in memory and in the database."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,12 +17,12 @@ class Budget:
 
     def __init__(self, most: dict[str, int]) -> None:
         self._most = most
-        self._in_flight: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(most))
+        self._in_flight: dict[str, list[int]] = {}
 
     def enter(self, owner: str, *amounts: int, forced: bool = False) -> None:
         """Let a request in and count it. Raises Busy where there is no room, unless `forced`. A request that is larger
         than all room is let in alone."""
-        in_flight = self._in_flight[owner]
+        in_flight = self._in_flight.setdefault(owner, [0] * len(self._most))
         for used, amount, (what, most) in zip(in_flight, amounts, self._most.items(), strict=True):
             if amount and used and used + amount > most and not forced:
                 raise Busy(f"{used} {what} are in flight; {most} are allowed; send this one again a little later")
@@ -32,7 +31,7 @@ class Budget:
 
     def leave(self, owner: str, *amounts: int) -> None:
         """Count what has ended."""
-        in_flight = self._in_flight[owner]
+        in_flight = self._in_flight.setdefault(owner, [0] * len(self._most))
         for number, amount in enumerate(amounts):
             in_flight[number] -= amount
         if not any(in_flight):

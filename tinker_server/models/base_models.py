@@ -19,16 +19,17 @@ class BaseModels:
             raise UnknownBaseModel(f"base model {name!r} is not served here; served: {', '.join(self.served)}")
         return self.served[name]
 
-    def require_same(self, base_model: str, fingerprint: str | None, what: str) -> None:
-        """Refuse what was made on other weights of the base model; what is older than fingerprints passes.
+    def require_same(self, base_model: str, fingerprint: str | None, what: str) -> BaseModel:
+        """Return a base model. Refuse what was made on other weights of it; what is older than fingerprints passes.
 
         Raises UnknownBaseModel, OtherBaseModel.
         """
-        served = self.base(base_model).info.fingerprint
-        if fingerprint not in (None, served):
+        served = self.base(base_model)
+        if fingerprint not in (None, served.info.fingerprint):
             raise OtherBaseModel(
                 f"{what} is of another {base_model} than the one served under this name now: its weights differ"
             )
+        return served
 
     def trainers(self) -> list[Trainer]:
         """Return each trainer once: names that share a directory share one."""

@@ -3,17 +3,20 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from tinker_server.errors import Busy, ShuttingDown
 from tinker_server.models.admission import Admission
 from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.models.model import Model
 from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.records import Operation, Result
+from tinker_server.store.futures.store import FutureStore
 
 
-@dataclass(frozen=True)
+@dataclass
 class Intake:
     """The bounds of owners, and the functions that run an operation."""
 
+    futures: FutureStore
     run: Callable[[Operation, Model | None, str], Awaitable[Result]]
     """Runs an operation to its result, on its model unless it is a sample. The text says what the gradient lacks."""
     decode: Callable[[Operation], Operation]
@@ -23,3 +26,22 @@ class Intake:
     disk: DiskAccount
     gap_grace_s: float
     """Seconds for which a missing number of a lane is waited for."""
+    is_closing: bool = False
+    """True once the server stops: nothing more is accepted or begun."""
+
+    def require_open(self) -> None:
+        """Raise ShuttingDown."""
+        if self.is_closing:
+            raise ShuttingDown("the server is stopping")
+
+    async def require_room(self, operation: Operation) -> None:
+        """Raise Busy for new work of an owner that has no room on the disk. A repeat takes none."""
+        try:
+            await self.disk.require_room(operation.owner, operation.size_bytes + operation.answer_bytes)
+        except Busy:
+            if not await self.futures.rows.knows(operation.lane, operation.seq_id):
+                raise
+
+    def fail(self, operation: Operation, error: Exception) -> None:
+        """End an operation that is not run."""
+        self.futures.queue.complete(operation.request_id, Result.of_failure(operation, error))

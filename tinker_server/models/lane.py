@@ -140,8 +140,7 @@ class Lane:
         number = self.waiting_numbers[0]
         if any(one < number for one in self.arriving):
             return grace_s
-        first = self._first_missing()
-        if number <= first or number <= self.settled_below:
+        if number <= max(self.expected, self.settled_below) or number <= (first := self._first_missing()):
             return 0
         until_s = [until for one, until in self.busy_until_s.items() if first <= one < number]
         return max(self.last_arrival_s + grace_s, *until_s, 0) - now_s

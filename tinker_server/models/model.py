@@ -277,10 +277,9 @@ class Model:
 
     async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
         """Restore the model, however often the trainer ends meanwhile, as long as each try leaves a newer snapshot."""
-        bases = self._stores.bases
-        bases.require_same(run.base_model, run.base_fingerprint, self.id)
+        base = self._stores.bases.require_same(run.base_model, run.base_fingerprint, self.id)
         require_adapter(run.trainable, self.id)
-        log_changed_numerics(run, bases.base(run.base_model).info.numerics)
+        log_changed_numerics(run, base.info.numerics)
         self._is_whole, self.is_being_restored = False, True  # half a model is none
         try:
             run = await self._settled()

@@ -1,7 +1,6 @@
 """How often work is done again that was interrupted through no fault of its own."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from backends.protocol import ModelLost, ProcessDied
 from tinker_server.errors import DatabaseUnavailable
@@ -9,7 +8,7 @@ from tinker_server.errors import DatabaseUnavailable
 
 @dataclass
 class Retries:
-    """The interruptions of one piece of work. Each limit is the number of interruptions after which it fails."""
+    """The interruptions that one piece of work may still have. The last of each kind fails it."""
 
     deaths: int = 2
     """A process died under it."""
@@ -17,19 +16,19 @@ class Retries:
     """Its model was lost, or not restored before it began."""
     outages: int = 4
     """The database did not answer for half a minute, which interrupts no change of a model."""
-    seen: Counter[str] = field(default_factory=Counter)
+    attempt: int = 1
 
     def allow(self, error: Exception) -> bool:
-        """Count an interruption, and return whether the work may be done again. Any other error does not interrupt:
-        the work has failed."""
+        """Count an interruption, and return whether the work may be done again. Any other error fails the work."""
+        self.attempt += 1
         match error:
             case ProcessDied():
-                kind, limit = "death", self.deaths
+                self.deaths -= 1
+                return self.deaths > 0
             case ModelLost():
-                kind, limit = "loss", self.losses
+                self.losses -= 1
+                return self.losses > 0
             case DatabaseUnavailable():
-                kind, limit = "outage", self.outages
-            case _:
-                return False
-        self.seen[kind] += 1
-        return self.seen[kind] < limit
+                self.outages -= 1
+                return self.outages > 0
+        return False

@@ -53,7 +53,9 @@ class Recording:
                 step = replace(step, advantage=0.0)  # the trainer gives means only of positions that train
         else:
             assert isinstance(response, OptimStepResponse) and isinstance(work.request, OptimStepRequest)
-            step = _of_optim_step(blank, work.request, response)
+            adam = work.request.adam_params or AdamParams()
+            norm = _finite(response.metrics, "grad_norm")
+            step = replace(blank, learning_rate=adam.learning_rate, grad_norm=norm)
         self._last.put(operation.lane, step)
         work.step = step
 
@@ -88,11 +90,6 @@ def _has_advantages(operation: Operation) -> bool:
         request = ForwardBackwardRequest.model_validate_json(operation.body)
     data = request.forward_backward_input.data
     return any("advantages" in datum.loss_fn_inputs for datum in data)
-
-
-def _of_optim_step(blank: Step, request: OptimStepRequest, response: OptimStepResponse) -> Step:
-    adam = request.adam_params or AdamParams()
-    return replace(blank, learning_rate=adam.learning_rate, grad_norm=_finite(response.metrics, "grad_norm"))
 
 
 def _finite(metrics: dict[str, float], name: str) -> float | None:

@@ -50,9 +50,14 @@ class Runner:
                     except Exception as error:
                         if not retries.allow(error):
                             raise
-                        log.warning("retrying %s (attempt %d): %s", operation, retries.seen.total() + 1, error)
+                        log.warning("retrying %s (attempt %d): %s", operation, retries.attempt, error)
         except Exception as error:  # noqa: BLE001 - one operation's failure must not stop its model's others
-            return Result.of_failure(operation, _explain(error, operation, missing))
+            if isinstance(error, ProcessDied):
+                text = f"{error}, as it did when this {operation.operation_kind} ran before; all else goes on"
+                error = BackendFailed(text)
+            elif missing and isinstance(error, InvalidInput):
+                error = GradientIncomplete(f"{error} ({missing})")
+            return Result.of_failure(operation, error)
 
     async def _attempt(self, work: Work[Any], model: Model | None) -> Result:
         """Raises InvalidInput, BackendFailed or a TinkerServerError; its text is for the user."""
@@ -82,11 +87,3 @@ class Runner:
                 log.exception("%s is not recorded", operation)
         result = await off_loop(operation.owner, operation.size_bytes, kind.encode, response)
         return replace(result, step=work.step)
-
-
-def _explain(error: Exception, operation: Operation, missing: str) -> Exception:
-    if isinstance(error, ProcessDied):
-        return BackendFailed(f"{error}, as it did when this {operation.operation_kind} ran before; all else goes on")
-    if missing and isinstance(error, InvalidInput):
-        return GradientIncomplete(f"{error} ({missing})")
-    return error

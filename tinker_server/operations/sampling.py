@@ -25,14 +25,14 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
                 )
             work.base_model, work.session_id = sampler.base_model, sampler.session_id
             work.model_path, work.directory = sampler.model_path, sampler.directory
-            stores.bases.require_same(sampler.base_model, sampler.base_fingerprint, sampler.sampling_session_id)
+            base = stores.bases.require_same(sampler.base_model, sampler.base_fingerprint, sampler.sampling_session_id)
         else:
             found = await find_weights(stores, request.base_model, request.model_path, owner)
             work.base_model, work.model_path, work.directory = found.base_model, request.model_path, found.directory
+            base = stores.bases.base(found.base_model)
         if work.directory is not None and not stores.storage.holds(work.directory):
             raise UnknownCheckpoint(f"{work.model_path or 'the weights of the sampling session'} were deleted")
         weights = None if work.directory is None else stores.storage.path(work.directory)
-        base = stores.bases.base(work.base_model)
         response = await base.sampler.sample(SamplingTask.from_request(request, weights, owner))
     length = _known_length(request.prompt)
     if length is None:

@@ -8,11 +8,12 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from pydantic import ValidationError
 
-from api_schemas import wire
+from api_schemas import ids, wire
 from api_schemas.base import Request, Response
 from api_schemas.old_clients import results
 from api_schemas.old_clients.forward import ForwardRequest
@@ -29,10 +30,11 @@ from api_schemas.weights import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+from tinker_server.errors import BadRequest
 from tinker_server.models.model import Model
 from tinker_server.operations import sampling, training
 from tinker_server.store.futures.observers import Work
-from tinker_server.store.futures.records import Operation, Result
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, Result
 from tinker_server.weights import saving
 from tinker_server.weights.lookup import WeightStores
 
@@ -45,6 +47,8 @@ class OperationKind:
     request: type[Request]
     run: Callable[[WeightStores, Model, Work[Any]], Awaitable[Response]]
     """Carries out an operation."""
+    place: Callable[[Any], tuple[str, int]] = attrgetter("model_id", "seq_id")
+    """Returns the lane of a request, and its number there. Raises BadRequest."""
     protobuf_request: Callable[[bytes], Request] | None = None
     """Decodes a request that may also come as protobuf. Raises MalformedBody."""
     protobuf_result: Callable[[Any], bytes] | None = None
@@ -92,36 +96,58 @@ def _forward_request(body: bytes) -> Request:
         raise error
 
 
+def _place_of_model(request: CreateModelRequest | LoadWeightsRequest) -> tuple[str, int]:
+    """Return number 0 of the model that is made, or the number of a load into a model."""
+    into = (request.model_id, request.seq_id) if isinstance(request, LoadWeightsRequest) else (None, None)
+    match request.session_id, request.model_seq_id, *into:
+        case str(session_id), int(model_seq_id), None, None:
+            return ids.model_id(session_id, model_seq_id), 0
+        case None, None, str(model_id), int(seq_id):
+            return model_id, seq_id
+    raise BadRequest("load_weights takes either session_id and model_seq_id, or model_id and seq_id")
+
+
+def _place_of_unload(request: UnloadModelRequest) -> tuple[str, int]:
+    return request.model_id + UNLOAD_SUFFIX, 0
+
+
 OPERATIONS = {
     kind.name: kind
     for kind in (
-        OperationKind("create_model", CreateModelRequest, training.create_model),
+        OperationKind("create_model", CreateModelRequest, training.create_model, _place_of_model),
         OperationKind(
             "forward_backward",
             ForwardBackwardRequest,
             training.forward_backward,
-            wire.decode_forward_backward,
-            wire.encode_forward_backward,
-            results.forward_backward_json,
+            protobuf_request=wire.decode_forward_backward,
+            protobuf_result=wire.encode_forward_backward,
+            json_form=results.forward_backward_json,
             decoded_elsewhere=True,
         ),
         OperationKind(
             "forward",
             ForwardRequest,
             training.forward_backward,
-            wire.decode_forward_backward,
-            wire.encode_forward_backward,
-            results.forward_backward_json,
-            _forward_request,
+            protobuf_request=wire.decode_forward_backward,
+            protobuf_result=wire.encode_forward_backward,
+            json_form=results.forward_backward_json,
+            json_request=_forward_request,
             decoded_elsewhere=True,
         ),
         OperationKind("optim_step", OptimStepRequest, training.optim_step),
-        OperationKind("unload_model", UnloadModelRequest, training.unload_model),
-        OperationKind("load_weights", LoadWeightsRequest, training.load_weights),
+        OperationKind("unload_model", UnloadModelRequest, training.unload_model, _place_of_unload),
+        OperationKind("load_weights", LoadWeightsRequest, training.load_weights, _place_of_model),
         OperationKind("save_weights", SaveWeightsRequest, saving.save_weights),
         OperationKind("save_weights_for_sampler", SaveWeightsForSamplerRequest, saving.save_weights_for_sampler),
         OperationKind("save_weights_external", SaveWeightsExternalRequest, saving.save_weights_external),
-        OperationKind("sample", SampleRequest, sampling.sample, None, wire.encode_sample, results.sample_json),
+        OperationKind(
+            "sample",
+            SampleRequest,
+            sampling.sample,
+            attrgetter("sampling_session_id", "seq_id"),
+            protobuf_result=wire.encode_sample,
+            json_form=results.sample_json,
+        ),
     )
 }
 

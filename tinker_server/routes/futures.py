@@ -144,7 +144,7 @@ async def cancel_future(
 ) -> Response:
     """Cancel a sample that waits or runs. One that has ended, or was cancelled before, is unchanged."""
     request_id = _checked(request.request_id)
-    if not scheduler.cancel(request_id, caller):
+    if not scheduler.samples.cancel(request_id, caller):
         await futures.require_finished_sample(request_id, caller)
     return Response(status_code=204)
 

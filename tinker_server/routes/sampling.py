@@ -29,10 +29,11 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.offload import LARGE, off_loop
+from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import SamplingSession
 from tinker_server.web.deps import Caller, Samplers, Server
 from tinker_server.web.refusals import SUBMIT, refused
-from tinker_server.web.submission import Submission, body_of
+from tinker_server.web.submission import Body
 from tinker_server.weights.lookup import find_weights
 
 router = APIRouter()
@@ -93,28 +94,29 @@ async def join_sampling_session(
     responses=refused(UnknownSampler, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel, Busy, *SUBMIT),
 )
 async def asample(
-    submission: Annotated[Submission[SampleRequest], Depends(body_of("sample"))],
+    operation: Annotated[Operation, Depends(Body("sample"))],
     server: Server,
     caller: Caller,
     response: Response,
 ) -> UntypedFuture:
     """Queue a sample. A request that is visibly invalid is answered 400; too many in flight, 429."""
-    request = submission.request
+    request = operation.request
+    assert isinstance(request, SampleRequest)
     if request.sampling_session_id is None:
         weights = await find_weights(server.weights, request.base_model, request.model_path, caller)
         base_model = weights.base_model
-        lane, seq_id = f"direct:{uuid.uuid4().hex}", request.seq_id or 0
+        operation = replace(operation, lane=f"direct:{uuid.uuid4().hex}", seq_id=request.seq_id or 0)
     else:
         if request.base_model is not None or request.model_path is not None:
             raise BadRequest("give either sampling_session_id, or base_model or model_path")
         if request.seq_id is None:
             raise BadRequest("seq_id is missing: it identifies a sample of a sampling session")
-        lane, seq_id = request.sampling_session_id, request.seq_id
-        sampler = await server.samplers.require(lane, caller)
+        sampler = await server.samplers.require(operation.lane, caller)
         await server.sessions.require_open(sampler.session_id, caller)
         base_model = sampler.base_model
         params = request.sampling_params
-        if sampler.directory is not None and (params.top_k > 0 or params.top_p < 1) and server.samplers.warn_once(lane):
+        is_cut = sampler.directory is not None and (params.top_k > 0 or params.top_p < 1)
+        if is_cut and server.samplers.warn_once(operation.lane):
             response.headers["x-deprecation-note"] = CUT
     base = server.models.base(base_model)
     chunks = request.prompt.chunks
@@ -122,7 +124,7 @@ async def asample(
         base.check_sample(request)
     else:
         size = await off_loop(caller, LARGE, base.check_sample, request)  # it also parses images
-        submission = replace(submission, image_bytes=size.pixel_bytes)
-    future = await submission.accept(server.scheduler, caller, lane, seq_id)
-    names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
-    return future.model_copy(update={"sample_sequence_ids": names})
+        operation = replace(operation, image_bytes=size.pixel_bytes)
+    request_id = await server.scheduler.samples.accept(operation)
+    names = [f"{request_id}:{index}" for index in range(request.num_samples)]
+    return UntypedFuture(request_id=request_id, sample_sequence_ids=names)

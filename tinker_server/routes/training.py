@@ -6,23 +6,19 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from api_schemas.futures import UntypedFuture
-from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import (
     CreateModelRequest,
-    ForwardBackwardRequest,
     GetInfoRequest,
     GetInfoResponse,
     ModelData,
     OptimizerConfig,
-    OptimStepRequest,
-    UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
 from tinker_server.errors import Busy, SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
-from tinker_server.store.futures.records import UNLOAD_SUFFIX
+from tinker_server.store.futures.records import Operation
 from tinker_server.web.deps import Caller, Runs, ServedModels
 from tinker_server.web.refusals import OF_MODEL, SUBMIT, refused
-from tinker_server.web.submission import OwnModels, Submission, body_of
+from tinker_server.web.submission import Body, OwnModels
 
 router = APIRouter()
 
@@ -33,12 +29,12 @@ router = APIRouter()
     responses=refused(UnknownSession, SessionFinished, Busy, *SUBMIT),
 )
 async def create_model(
-    submission: Annotated[Submission[CreateModelRequest], Depends(body_of("create_model"))],
-    models: OwnModels,
+    operation: Annotated[Operation, Depends(Body("create_model"))], models: OwnModels
 ) -> UntypedFuture:
     """Create a LoRA model. A repeat returns the first request_id."""
-    request = submission.request
-    return await models.accept_new(submission, request.session_id, request.model_seq_id)
+    request = operation.request
+    assert isinstance(request, CreateModelRequest)
+    return await models.accept_new(operation, request.session_id)
 
 
 @router.post("/get_info", responses=refused(UnknownModel, UnknownBaseModel))
@@ -58,42 +54,30 @@ async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: 
 
 @router.post("/forward_backward", response_model_exclude_none=True, responses=OF_MODEL)
 async def forward_backward(
-    submission: Annotated[Submission[ForwardBackwardRequest], Depends(body_of("forward_backward"))],
-    models: OwnModels,
+    operation: Annotated[Operation, Depends(Body("forward_backward"))], models: OwnModels
 ) -> UntypedFuture:
     """Add a loss's gradient to the model's, or (forward_only) only compute log probabilities."""
-    request = submission.request
-    return await models.accept(submission, request.model_id, request.seq_id)
+    return await models.accept(operation)
 
 
 @router.post("/forward", response_model_exclude_none=True, responses=OF_MODEL)
-async def forward(
-    submission: Annotated[Submission[ForwardRequest], Depends(body_of("forward"))],
-    models: OwnModels,
-) -> UntypedFuture:
+async def forward(operation: Annotated[Operation, Depends(Body("forward"))], models: OwnModels) -> UntypedFuture:
     """Run forward_backward with forward_only, as clients before 0.25 ask for it."""
-    request = submission.request
-    return await models.accept(submission, request.model_id, request.seq_id)
+    return await models.accept(operation)
 
 
 @router.post("/unload_model", response_model_exclude_none=True, responses=OF_MODEL)
 async def unload_model(
-    submission: Annotated[Submission[UnloadModelRequest], Depends(body_of("unload_model"))],
-    models: OwnModels,
+    operation: Annotated[Operation, Depends(Body("unload_model"))], models: OwnModels
 ) -> UntypedFuture:
     """Free a model's memory once its queued work is done. Saved weights are kept."""
-    request = submission.request
-    return await models.accept(submission, request.model_id, 0, UNLOAD_SUFFIX)
+    return await models.accept(operation)
 
 
 @router.post("/optim_step", response_model_exclude_none=True, responses=OF_MODEL)
-async def optim_step(
-    submission: Annotated[Submission[OptimStepRequest], Depends(body_of("optim_step"))],
-    models: OwnModels,
-) -> UntypedFuture:
+async def optim_step(operation: Annotated[Operation, Depends(Body("optim_step"))], models: OwnModels) -> UntypedFuture:
     """Apply the model's gradient, then clear it."""
-    request = submission.request
-    return await models.accept(submission, request.model_id, request.seq_id)
+    return await models.accept(operation)
 
 
 def tokenizer_id(info: BaseModelInfo) -> str:

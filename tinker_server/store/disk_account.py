@@ -42,15 +42,15 @@ class DiskAccount:
     async def require_room(self, owner: str, more_bytes: int) -> None:
         """Make room for so many bytes of new work if the owner's part is used up. Raises Busy if there is none."""
         measure = self._measures.get(owner)
-        if measure is not None and not self._is_full(owner, measure, more_bytes):
+        if measure is not None and measure.part.has_room(self._since(owner, measure) + more_bytes):
             return
         if measure is None or time.monotonic() - measure.at > AGAIN_S:
             measure = await self._measure(owner, more_bytes)
-        if self._is_full(owner, measure, more_bytes):
+        more_bytes += self._since(owner, measure)
+        if not measure.part.has_room(more_bytes):
             raise Busy(
-                f"{measure.part.described(owner, self._since(owner, measure) + more_bytes)}: delete weights, unload"
-                f" models, or fetch results, which may be deleted {RESENT_S:.0f} s after they were sent; send this one"
-                " later"
+                f"{measure.part.described(owner, more_bytes)}: delete weights, unload models, or fetch results, which"
+                f" may be deleted {RESENT_S:.0f} s after they were sent; send this one later"
             )
 
     def add(self, owner: str, num_bytes: int) -> None:
@@ -63,9 +63,6 @@ class DiskAccount:
         for owner, measure in list(self._measures.items()):
             if self._stored(owner) != measure.stored_bytes:
                 await self._measure(owner, 0)
-
-    def _is_full(self, owner: str, measure: _Measure, more_bytes: int) -> bool:
-        return not measure.part.has_room(self._since(owner, measure) + more_bytes)
 
     def _since(self, owner: str, measure: _Measure) -> int:
         """Return the bytes that came since, or will as results of what was accepted."""

@@ -1,11 +1,11 @@
-"""Additions to /openapi.json that no route or field can make: bodies that are read as Submissions, answers that any
+"""Additions to /openapi.json that no route or field can make: bodies that are read as Operations, answers that any
 route may give, tags."""
 
 import inspect
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -15,9 +15,10 @@ from api_schemas.base import Request
 from api_schemas.training import ForwardBackwardRequest
 from api_schemas.wire import JSON, PROTOBUF
 from tinker_server.errors import BodyTooLarge, ForeignHost, KeysUnreadable, ScopeRefused, Unauthenticated
+from tinker_server.operations.table import OPERATIONS
 from tinker_server.web.fixed_page import FixedPage
 from tinker_server.web.refusals import BINARY, REF, Error, refusal, refused
-from tinker_server.web.submission import Submission
+from tinker_server.web.submission import Body
 
 Schema = dict[str, Any]
 ABOUT = """The training API of the `tinker` SDK.
@@ -69,10 +70,10 @@ def completed(schema: Schema, routes: list[APIRoute]) -> Schema:
 
 
 def _submitted(route: APIRoute) -> type[Request] | None:
-    """Return the request that a handler takes as a Submission, whose body FastAPI does not read."""
-    for hint in get_type_hints(route.endpoint).values():
-        if get_origin(hint) is Submission:
-            return cast(type[Request], get_args(hint)[0])
+    """Return the request that a handler takes as an Operation, whose body FastAPI does not read."""
+    for dependency in route.dependant.dependencies:
+        if isinstance(dependency.call, Body):
+            return OPERATIONS[dependency.call.operation_kind].request
     return None
 
 

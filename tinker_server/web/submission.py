@@ -5,76 +5,34 @@ A refused operation still uses up its number, which the scheduler then does not 
 
 import base64
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator
+import time
 from dataclasses import dataclass, replace
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from api_schemas import ids, wire
+from api_schemas import wire
 from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
 from api_schemas.inputs import ImageChunk
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import MORE_OUTPUTS, OUTPUT_BYTES, ForwardBackwardRequest
 from tinker_server.errors import BadRequest
-from tinker_server.models.scheduler import Scheduler
 from tinker_server.offload import LARGE, off_loop
 from tinker_server.operations.table import OPERATIONS, OperationKind
-from tinker_server.store.futures.records import ImagePlace, Operation
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, ImagePlace, Operation
 from tinker_server.web.asset_pointers import with_images
 from tinker_server.web.deps import Caller, Server, Services
 from tinker_server.web.gate import largest_body, require_quick_to_parse
 
-R = TypeVar("R", bound=Request)
 FORWARD = "forward"
 MAX_TRACEPARENT = 128
 """Characters of the header; in its current version it has 55."""
 SMALLEST_IMAGE_BYTES = 4096
 """Smaller images are not stored apart: that takes a few hundred bytes in the database."""
-
-
-@dataclass(frozen=True)
-class Submission(Generic[R]):
-    """A request with the bytes it came as."""
-
-    operation_kind: str
-    request: R
-    body: bytes
-    content_type: str
-    digest: str
-    images: tuple[ImagePlace, ...] = ()
-    traceparent: str = ""
-    image_bytes: int = 0
-    """Bytes of the pixels of a sample's images."""
-
-    def with_request(self, request: R) -> "Submission[R]":
-        """Replace request and body, but keep the digest of the original, so that its repeat is recognised."""
-        body = request.model_dump_json(exclude_none=True).encode()
-        images = _places(request, body, wire.JSON)
-        return replace(self, request=request, body=body, content_type=wire.JSON, images=images)
-
-    async def accept(self, scheduler: Scheduler, owner: str, lane: str, seq_id: int) -> UntypedFuture:
-        """Queue the operation; return once it is stored durably."""
-        operation = Operation(
-            self.operation_kind,
-            lane,
-            seq_id,
-            self.body,
-            self.content_type,
-            owner,
-            self.digest,
-            len(self.body),
-            self.image_bytes,
-            request=None if OPERATIONS[self.operation_kind].decoded_elsewhere else self.request,
-            images=self.images,
-            traceparent=self.traceparent,
-            answer_bytes=_answer_bytes(self.request),
-        )
-        return UntypedFuture(request_id=await scheduler.submit(operation))
 
 
 @dataclass(frozen=True)
@@ -84,21 +42,20 @@ class ModelQueue:
     server: Services
     caller: str
 
-    async def accept(
-        self, submission: Submission[R], model_id: str, seq_id: int, lane_suffix: str = ""
-    ) -> UntypedFuture:
-        """Queue an operation on a model. Raises UnknownModel, SessionFinished."""
+    async def accept(self, operation: Operation) -> UntypedFuture:
+        """Queue an operation on a model, durably on return. Raises UnknownModel, SessionFinished."""
+        model_id = operation.lane
+        if operation.operation_kind == "unload_model":
+            model_id = model_id.removesuffix(UNLOAD_SUFFIX)
         run = await self.server.runs.require(model_id, self.caller)
         await self.server.sessions.require_open(run.session_id, self.caller)
-        return await submission.accept(self.server.scheduler, self.caller, model_id + lane_suffix, seq_id)
+        return UntypedFuture(request_id=await self.server.scheduler.actor(model_id).accept(operation))
 
-    async def accept_new(self, submission: Submission[R], session_id: str, model_seq_id: int) -> UntypedFuture:
-        """Queue an operation that makes a model, as number 0 of its lane. Raises UnknownSession, SessionFinished, and
-        Busy."""
+    async def accept_new(self, operation: Operation, session_id: str) -> UntypedFuture:
+        """Queue an operation that makes a model. Raises UnknownSession, SessionFinished, and Busy."""
         await self.server.sessions.require_open(session_id, self.caller)
-        self.server.records.add(self.caller, len(submission.body))
-        lane = ids.model_id(session_id, model_seq_id)
-        return await submission.accept(self.server.scheduler, self.caller, lane, 0)
+        self.server.records.add(self.caller, operation.size_bytes)
+        return UntypedFuture(request_id=await self.server.scheduler.actor(operation.lane).accept(operation))
 
     async def note_refusal(self, model_id: str, seq_id: int, operation_kind: str) -> None:
         """Note that an operation was refused before it had a future, unless the model is another owner's."""
@@ -122,90 +79,107 @@ class Numbered(BaseModel):
     forward_only: bool = False
 
 
-def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]]:
-    """Return a dependency that reads the body of one kind of operation."""
-    kind = OPERATIONS[operation_kind]
+@dataclass(frozen=True)
+class Body:
+    """Reads the body of one kind of operation, as a dependency of a route."""
 
-    async def read(http: HttpRequest, models: OwnModels) -> Submission[Request]:
-        settings = models.server.settings
+    operation_kind: str
+
+    async def __call__(self, http: HttpRequest, models: OwnModels) -> Operation:
+        """Return the operation. A body that is refused uses up its number."""
+        kind, settings, caller = OPERATIONS[self.operation_kind], models.server.settings, models.caller
         content_type = _content_type(http, kind)
         pieces = [piece async for piece in http.stream()]
         # One long copy of a large body, during which Python lets other threads run.
-        body: bytes = await off_loop(models.caller, sum(map(len, pieces)), b"".join, pieces)
+        body: bytes = await off_loop(caller, sum(map(len, pieces)), b"".join, pieces)
         is_zstd = http.headers.get("content-encoding", "").strip().lower() == "zstd"
         limit = largest_body(http.url.path, settings.max_body_bytes)
         size_bytes = wire.decompressed_bytes(body, limit) if is_zstd else len(body)
-        async with models.server.ledger.decoding(models.caller, size_bytes):
+        async with models.server.ledger.decoding(caller, size_bytes):
             if is_zstd:
-                body = await off_loop(models.caller, len(body), wire.decompress, body, limit)
+                body = await off_loop(caller, len(body), wire.decompress, body, limit)
             try:
-                request, digest, images = await off_loop(models.caller, len(body), _decode, kind, body, content_type)
+                request, operation = await off_loop(caller, len(body), _decode, kind, body, content_type, caller)
             except (ValidationError, wire.MalformedBody) as error:
-                numbered = await off_loop(models.caller, len(body), _number_of, body, content_type)
+                numbered = await off_loop(caller, len(body), _number_of, body, content_type)
                 if numbered is not None:
-                    name = FORWARD if numbered.forward_only else operation_kind
+                    name = FORWARD if numbered.forward_only else kind.name
                     await models.note_refusal(numbered.model_id, numbered.seq_id, name)
                 if isinstance(error, ValidationError):
                     raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
                 raise
-        # An operation that leaves the gradient unchanged is a kind of its own, whichever route it came by.
-        name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
-        traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
-        submission = Submission(name, request, body, content_type, digest, images, traceparent)
         try:
-            with_files = await with_images(request, settings.image_addresses(), models.caller)
+            with_files = await with_images(request, settings.image_addresses(), caller)
         except BadRequest:
             if isinstance(request, ForwardBackwardRequest | ForwardRequest):
-                await models.note_refusal(request.model_id, request.seq_id, name)
+                await models.note_refusal(request.model_id, request.seq_id, operation.operation_kind)
             raise
-        if with_files is None:
-            return submission
-        return await off_loop(models.caller, LARGE, submission.with_request, with_files)
-
-    return read
+        if with_files is not None:
+            operation = await off_loop(caller, LARGE, with_request, operation, with_files)
+        return replace(operation, traceparent=http.headers.get("traceparent", "")[:MAX_TRACEPARENT])
 
 
-def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Request, str, tuple[ImagePlace, ...]]:
+def _decode(kind: OperationKind, body: bytes, content_type: str, owner: str) -> tuple[Request, Operation]:
     if content_type == wire.JSON:
         require_quick_to_parse(body)
     request = kind.decode(body, content_type)
-    return request, kind.digest(body, content_type), _places(request, body, content_type)
+    # An operation that leaves the gradient unchanged is a kind of its own, whichever route it came by.
+    batch = request if isinstance(request, ForwardBackwardRequest) else None
+    name = FORWARD if batch is not None and batch.forward_only else kind.name
+    operation = Operation(
+        name,
+        *kind.place(request),
+        body,
+        content_type,
+        owner,
+        kind.digest(body, content_type),
+        len(body),
+        answer_bytes=0 if batch is None else answer_bytes(batch),
+        request=None if kind.decoded_elsewhere else request,
+        images=() if batch is None else image_places(body, content_type, batch),
+    )
+    return request, operation
 
 
-def _places(request: Request, body: bytes, content_type: str) -> tuple[ImagePlace, ...]:
-    if isinstance(request, ForwardBackwardRequest) and not request.forward_only:  # only these are kept in logs
-        return image_places(body, content_type, request)
-    return ()
+def with_request(operation: Operation, request: Request) -> Operation:
+    """Replace the request and body, but keep the digest of the original, so that its repeat is recognised."""
+    body = request.model_dump_json(exclude_none=True).encode()
+    return replace(
+        operation,
+        body=body,
+        content_type=wire.JSON,
+        size_bytes=len(body),
+        accepted_at=time.time(),  # the images may have taken long
+        request=None if OPERATIONS[operation.operation_kind].decoded_elsewhere else request,
+        images=image_places(body, wire.JSON, request) if isinstance(request, ForwardBackwardRequest) else (),
+    )
 
 
 def image_places(body: bytes, content_type: str, request: ForwardBackwardRequest) -> tuple[ImagePlace, ...]:
     """Return the positions of a body's images, in order, up to the first that clients encode or order otherwise."""
-    places, at = [], 0
-    for image in _images(request):
-        data = image if content_type == wire.PROTOBUF else base64.b64encode(image)
-        start = body.find(data, at)
-        if start < 0:
-            break
-        at = start + len(data)
-        places.append(ImagePlace(start, len(data), hashlib.sha256(data).hexdigest()))
+    if request.forward_only:  # it is not kept in a log
+        return ()
+    places = list[ImagePlace]()
+    at = 0
+    for datum in request.forward_backward_input.data:
+        for chunk in datum.model_input.chunks:
+            if not isinstance(chunk, ImageChunk) or len(chunk.data) < SMALLEST_IMAGE_BYTES:
+                continue
+            data = chunk.data if content_type == wire.PROTOBUF else base64.b64encode(chunk.data)
+            start = body.find(data, at)
+            if start < 0:
+                return tuple(places)
+            at = start + len(data)
+            places.append(ImagePlace(start, len(data), hashlib.sha256(data).hexdigest()))
     return tuple(places)
 
 
-def _answer_bytes(request: Request) -> int:
+def answer_bytes(request: ForwardBackwardRequest) -> int:
     """Return the bytes of the tensors that answer a batch: a body of a kilobyte may ask for a hundred megabytes."""
-    if not isinstance(request, ForwardBackwardRequest):
-        return 0
     loss_input = request.forward_backward_input
     targets = [datum.loss_fn_inputs.get("target_tokens") for datum in loss_input.data]
     num_targets = sum(target.size for target in targets if target is not None)
     return num_targets * OUTPUT_BYTES * (1 + len(MORE_OUTPUTS.get(loss_input.loss_fn, ())))
-
-
-def _images(request: ForwardBackwardRequest) -> Iterator[bytes]:
-    for datum in request.forward_backward_input.data:
-        for chunk in datum.model_input.chunks:
-            if isinstance(chunk, ImageChunk) and len(chunk.data) >= SMALLEST_IMAGE_BYTES:
-                yield chunk.data
 
 
 def _content_type(http: HttpRequest, kind: OperationKind) -> str:
