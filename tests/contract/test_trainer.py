@@ -293,7 +293,7 @@ def test_the_flags_choose_the_modules(rank):
         ("train_unembed", {"lm_head"}),
     ):
         flags = {"train_attn": False, "train_mlp": False, "train_unembed": False, flag: True}
-        rank.create_model("m", Trainable(rank=2, seed=1, **flags))
+        rank.create_model("m", Trainable(rank=2, seed=1).model_copy(update=flags))
         names = lora_model(rank, "m").tensors
         assert {name.split(".")[-3] for name in names} == modules
         assert not any("visual" in name for name in names)
