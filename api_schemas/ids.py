@@ -1,4 +1,4 @@
-"""Ids of a session's models and sampling sessions, and of owners."""
+"""Ids of a session's models and sampling sessions, of sampled sequences and of owners."""
 
 OWNER_URN = "tml:organization_user:"
 """Precedes an owner's name where the SDK shows a user. No name has a colon."""
@@ -12,6 +12,11 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     """Return the id of a sampling session."""
     return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def sequence_id(request_id: str, index: int) -> str:
+    """Return the id of a continuation of a sample."""
+    return f"{request_id}:{index}"
 
 
 def owner_urn(owner: str) -> str:

@@ -277,6 +277,19 @@ DenseTensor = Annotated[
 """int64 or float32, dense."""
 
 
+class TokenRun(Request):
+    """A run of an input's tokens that come from a sampled sequence. Runs follow one another."""
+
+    part: Literal["prompt", "sampled"]
+    """Whether they are tokens of the sequence's prompt, or sampled after it."""
+    sequence_id: str = Field(min_length=1)
+    """The sequence, one of a sample's `sample_sequence_ids`."""
+    offset: Integer = Field(default=0, ge=0)
+    """Position of the run's first token in this part."""
+    length: Integer = Field(ge=1)
+    """Number of tokens."""
+
+
 class Datum(Request):
     """One training example: an input, and the loss's tensors per position."""
 
@@ -284,3 +297,5 @@ class Datum(Request):
     """The model's input."""
     loss_fn_inputs: Annotated[dict[str, DenseTensor], at_most(MAX_TENSORS)]
     """Tensors by name (target_tokens, weights, logprobs, advantages, ...), of shape [N] or [N, K] for an input of N."""
+    model_input_spans: list[TokenRun] = []
+    """Sampled sequences that all tokens of the input come from; empty: not given."""

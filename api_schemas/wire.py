@@ -5,7 +5,7 @@ All packed arrays are little-endian. Results are stored as protobuf; `old_client
 
 from collections.abc import Iterator
 from itertools import groupby, islice
-from typing import NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import zstandard
@@ -20,6 +20,7 @@ from api_schemas.inputs import (
     EncodedTextChunk,
     ImageChunk,
     ModelInput,
+    TokenRun,
     dense_from_csr,
     require_few_cells,
     shaped,
@@ -368,9 +369,24 @@ def _datum(index: int, message: pb.Datum) -> Datum:
         return Datum.model_construct(
             model_input=ModelInput.model_construct(chunks=[_chunk(chunk) for chunk in message.model_input]),
             loss_fn_inputs={name: _tensor(name, tensor) for name, tensor in message.loss_fn_inputs.items()},
+            model_input_spans=[*map(_run, message.model_input_spans)],
         )
     except ValueError as error:
         raise MalformedBody(f"datum {index}: {error}") from None
+
+
+def _run(message: pb.ProvenanceSpan) -> TokenRun:
+    kind = message.WhichOneof("span")
+    if kind is None:
+        raise ValueError("model_input_spans: a span is neither prompt_tokens nor sampled_tokens")
+    run = message.prompt_tokens if kind == "prompt_tokens" else message.sampled_tokens
+    if not run.sequence_id or run.offset < 0 or run.length < 1:
+        raise ValueError(
+            f"model_input_spans: {kind} has sequence_id {run.sequence_id!r}, offset {run.offset} and length"
+            f" {run.length}; it must name a sequence, and have an offset of 0 or more and a length of 1 or more"
+        )
+    part: Literal["prompt", "sampled"] = "prompt" if kind == "prompt_tokens" else "sampled"
+    return TokenRun.model_construct(part=part, sequence_id=run.sequence_id, offset=run.offset, length=run.length)
 
 
 def _chunk(message: pb.Chunk) -> EncodedTextChunk | ImageChunk | DmelChunk:

@@ -283,9 +283,13 @@ class SamplingTask:
     topk: int = 0
     """Number of the likeliest tokens to give beside each sampled one."""
     scores: PromptScores = PromptScores()
+    request_id: str = ""
+    """Names its sequences (`ids.sequence_id`); empty: they have no names."""
 
     @classmethod
-    def from_request(cls, request: SampleRequest, weights: Path | None, owner: str) -> "SamplingTask":
+    def from_request(
+        cls, request: SampleRequest, weights: Path | None, owner: str, request_id: str = ""
+    ) -> "SamplingTask":
         """Turn a client's request into a task; done nowhere else."""
         return cls(
             prompt=request.prompt,
@@ -301,6 +305,7 @@ class SamplingTask:
                 targets=request.target_prompt_logprobs,
                 num_draws=request.prompt_alt_tokens_k,
             ),
+            request_id=request_id,
         )
 
 

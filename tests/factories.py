@@ -10,7 +10,7 @@ from PIL import Image, PngImagePlugin
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
-from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
+from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput, TokenRun
 from backends.protocol import EncodedBatch
 
 if TYPE_CHECKING:  # it imports torch
@@ -121,7 +121,10 @@ def batch(datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | N
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn, loss_fn_config=config or {})
     for datum in datums:
         inputs = {name: _tensor(values) for name, values in datum.loss_fn_inputs.items()}
-        message.data.add(model_input=map(_chunk, datum.model_input.chunks), loss_fn_inputs=inputs)
+        runs = map(_span, datum.model_input_spans)
+        message.data.add(
+            model_input=map(_chunk, datum.model_input.chunks), loss_fn_inputs=inputs, model_input_spans=runs
+        )
     return EncodedBatch(message.SerializeToString(), wire.PROTOBUF)
 
 
@@ -130,6 +133,11 @@ def _chunk(chunk: Chunk) -> pb.Chunk:
         return pb.Chunk(image=pb.ImageChunk(data=chunk.data, format=chunk.format))
     assert isinstance(chunk, EncodedTextChunk)
     return pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=chunk.tokens.astype("<i4").tobytes()))
+
+
+def _span(run: TokenRun) -> pb.ProvenanceSpan:
+    span = pb.TokenRun(sequence_id=run.sequence_id, offset=run.offset, length=run.length)
+    return pb.ProvenanceSpan(prompt_tokens=span) if run.part == "prompt" else pb.ProvenanceSpan(sampled_tokens=span)
 
 
 def _tensor(values: np.ndarray) -> pb.Tensor:

@@ -204,6 +204,8 @@ class FakeSampler:
         self.gate = _open()
         self.running = 0
         self.num_begun = 0
+        self.request_ids: list[str] = []
+        """Of the samples that have begun."""
         self.publish_gate = _open()
         self.published: list[Path] = []
         self.chats: list[ChatTask] = []
@@ -211,6 +213,7 @@ class FakeSampler:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         self.num_begun += 1
+        self.request_ids.append(task.request_id)
         self.running += 1
         try:
             with _emitting("sampler tiny", "Sample"):

@@ -12,6 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
+from api_schemas.ids import sequence_id
 from tests.factories import present
 from tests.fake_server import Running, datum, forward_backward_body
 from tinker_server.web.parameters import MAX_KEY_LENGTH
@@ -183,6 +184,14 @@ def test_samples_that_cannot_be_are_refused_by_name(server: Running, fields: dic
     assert refused.status_code == 400 and text in refused.json()["detail"]
     accepted = server.post("/asample", **body).json()
     assert len(set(accepted["sample_sequence_ids"])) == 2 and server.post("/asample", **body).json() == accepted
+
+
+def test_a_sampler_knows_the_names_that_a_client_has_of_its_sequences(server: Running) -> None:
+    """They are those by which a datum says where its tokens come from."""
+    submitted = server.sample(server.sampler(), num_samples=2)
+    assert server.result(submitted).status_code == 200
+    request_id = server.backend.tiny.sampler.request_ids[-1]
+    assert submitted.json()["sample_sequence_ids"] == [sequence_id(request_id, index) for index in range(2)]
 
 
 def test_two_hundred_submits_at_once_are_all_accepted(server: Running) -> None:

@@ -99,6 +99,18 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
         assert (np.sort(kept_TLK, -1) == np.sort(own_TLK, -1)).all(-1).mean() > 0.999  # but for the nearest to a tie
 
 
+def with_sequence(item: types.Datum, sequence: types.SampledSequence) -> types.Datum:
+    """Say that the datum is the sequence behind its prompt, as the SDK has it."""
+    num_sampled, name = len(sequence.tokens), sequence.sequence_id
+    num_prompt = len(item.model_input.to_ints()) + 1 - num_sampled
+    prompt_of = types.PromptProvenanceSpan(sequence_id=name, length=num_prompt)
+    shifted = types.PromptProvenanceSpan(sequence_id=name, offset=1, length=num_prompt - 1)
+    return item.with_provenance(
+        model_input=[prompt_of, types.SampledProvenanceSpan(sequence_id=name, length=num_sampled - 1)],
+        loss_fn_inputs=[shifted, types.SampledProvenanceSpan(sequence_id=name, length=num_sampled)],
+    )
+
+
 def test_through_the_sdk_trainer_and_sampler_agree_in_bfloat16_on_a_mixture(tmp_path: Path) -> None:
     """Without replay this model's mean difference is 0.05 nats, and its largest 0.3 and more."""
     source = make_wide_moe(tmp_path / "model")
@@ -111,11 +123,11 @@ def test_through_the_sdk_trainer_and_sampler_agree_in_bfloat16_on_a_mixture(tmp_
             prompts = [random.integers(1, 250, 16).tolist() for _ in range(4)]
             params = types.SamplingParams(max_tokens=32, stop=[])
             futures = [sampling.sample(types.ModelInput.from_ints(one), 2, params) for one in prompts]
-            data = [
-                rl_datum(one, sequence, 1.0)
-                for one, future in zip(prompts, futures, strict=True)
-                for sequence in future.result().sequences
+            drawn = [
+                (one, of) for one, future in zip(prompts, futures, strict=True) for of in future.result().sequences
             ]
+            sequences = [sequence for _, sequence in drawn]
+            data = [rl_datum(one, sequence, 1.0) for one, sequence in drawn]
             metrics = training.forward_backward(data, "importance_sampling").result().metrics
             training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
             assert metrics["replayed_tokens:sum"] == sum(len(one.model_input.to_ints()) for one in data)
@@ -123,5 +135,9 @@ def test_through_the_sdk_trainer_and_sampler_agree_in_bfloat16_on_a_mixture(tmp_
             assert metrics["sampler_gap:max"] < LARGEST
         other = server.client().create_lora_training_client("wide", rank=8, seed=1).result()
         assert other.forward(data, "importance_sampling").result().metrics["replayed_tokens:sum"] == 0
+        named = [with_sequence(item, sequence) for item, sequence in zip(data, sequences, strict=True)]
+        for model in (training, other):
+            metrics = model.forward(named, "importance_sampling").result().metrics
+            assert metrics["replayed_tokens:sum"] == sum(len(one.model_input.to_ints()) for one in named)
     finally:
         server.stop()

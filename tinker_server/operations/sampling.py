@@ -33,7 +33,9 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
         if work.directory is not None and not stores.storage.holds(work.directory):
             raise UnknownCheckpoint(f"{work.model_path or 'the weights of the sampling session'} were deleted")
         weights = None if work.directory is None else stores.storage.path(work.directory)
-        response = await base.sampler.sample(SamplingTask.from_request(request, weights, owner))
+        response = await base.sampler.sample(
+            SamplingTask.from_request(request, weights, owner, work.operation.request_id)
+        )
     length = _known_length(request.prompt)
     if length is None:
         length = (await off_loop(owner, LARGE, base.check_sample, request)).num_tokens

@@ -126,5 +126,5 @@ async def asample(
         size = await off_loop(caller, LARGE, base.check_sample, request)  # it also parses images
         operation = replace(operation, image_bytes=size.pixel_bytes)
     request_id = await server.scheduler.samples.accept(operation)
-    names = [f"{request_id}:{index}" for index in range(request.num_samples)]
+    names = [ids.sequence_id(request_id, index) for index in range(request.num_samples)]
     return UntypedFuture(request_id=request_id, sample_sequence_ids=names)

@@ -125,7 +125,7 @@ class SamplerProcess:
             outputs = await tasks.gather(sequence(index) for index in range(task.num_samples))
             rendered, _ = await prompt.render()
             if self._routing is not None and (model_id := self._weights.model_id(held)):
-                keep = partial(keep_routing, self._routing, task.owner, model_id)
+                keep = partial(keep_routing, self._routing, (task.owner, model_id, task.request_id))
                 await asyncio.to_thread(keep, rendered, [output.outputs[0] for output in outputs])
         self._tasks_done += 1
         return answer(task, rendered, outputs)

@@ -5,6 +5,7 @@ A token's weights for its experts are still the trainer's own, so that gradients
 T tokens of a microbatch, L layers of the decoder, K experts of a token, E experts
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,13 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.formats.expert_routing import read_routing, routing_name
+from api_schemas.inputs import TokenRun
+from backends.formats.expert_routing import identities, read_routing, read_sequence, routing_name, sequence_name
 from backends.inputs.rendering import Rendered
 from backends.kernels.pinned_copy import to_device
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, InvalidInput
 
 UNKNOWN = -1
 """Instead of an expert's number: the router chooses."""
+
+
+def num_known(experts_TLK: np.ndarray) -> int:
+    """Count the tokens whose experts are known."""
+    return int((experts_TLK[:, 0, 0] != UNKNOWN).sum())
 
 
 class TopKRouter(Protocol):
@@ -88,13 +95,45 @@ class RouterReplay:
         (self._top_k,) = {router.base.top_k for router in self._routers.values()}
         self._device = next(iter(self._routers.values())).base.weight.device
 
-    def find(self, owner: str, model_id: str, rendered: Rendered) -> np.ndarray | None:
-        """Return [T, L, K] int16, the experts of an input of a user's model; None if it was not sampled here, or its
-        file is evicted. Raises BackendFailed for routing that cannot be of this model."""
+    def find(self, owner: str, model_id: str, rendered: Rendered, runs: Sequence[TokenRun] = ()) -> np.ndarray | None:
+        """Return [T, L, K] int16, the experts of an input of a user's model, or `UNKNOWN` for some of its tokens; None
+        if it was not sampled here, or its files are evicted. `runs`: the sampled sequences that it comes from.
+
+        Raises BackendFailed for routing that cannot be of this model, InvalidInput for other tokens than a run's.
+        """
+        if (of_runs := self._of_runs(owner, rendered, runs)) is not None:
+            return of_runs
         found = read_routing(self._directory, routing_name(owner, model_id, rendered))
-        if found is None:
+        return None if found is None else self._checked(found, len(rendered.token_ids_T))
+
+    def _of_runs(self, owner: str, rendered: Rendered, runs: Sequence[TokenRun]) -> np.ndarray | None:
+        """Implement `find` by the sequences that runs name; None if none of them is known."""
+        names = {run.sequence_id: sequence_name(owner, run.sequence_id) for run in runs}
+        read = {key: read_sequence(self._directory, name) for key, name in names.items()}
+        if not any(read.values()):
             return None
-        shape = (len(rendered.token_ids_T), len(self._layers), self._top_k)
+        tokens_T = identities(rendered)
+        experts_TLK = np.full((len(tokens_T), len(self._layers), self._top_k), UNKNOWN, np.int16)
+        begin = 0
+        for run in runs:
+            if (found := read[run.sequence_id]) is not None:
+                of_sequence_TLK, sequence = found
+                parts = {"prompt": (0, sequence.num_prompt), "sampled": (sequence.num_prompt, len(sequence.tokens_S))}
+                first, end = parts[run.part]
+                place = slice(first + run.offset, min(first + run.offset + run.length, end))
+                if not np.array_equal(sequence.tokens_S[place], tokens_T[begin : begin + run.length]):
+                    raise InvalidInput(
+                        f"model_input_spans: the {run.length} tokens from {begin} on are not the {run.part} tokens of"
+                        f" the sequence {run.sequence_id} from {run.offset} on"
+                    )
+                rows = self._checked(of_sequence_TLK, len(sequence.tokens_S) - 1)[place]
+                experts_TLK[begin : begin + len(rows)] = rows
+            begin += run.length
+        return experts_TLK
+
+    def _checked(self, found: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Return experts of this many tokens as int16. Raises BackendFailed if they cannot be of this model."""
+        shape = (num_tokens, len(self._layers), self._top_k)
         if found.shape != shape or found.max(initial=0) >= self._num_experts:
             raise BackendFailed(
                 f"the sampler wrote routing of shape {found.shape}, to experts up to {found.max(initial=0)}, but"

@@ -21,7 +21,7 @@ from backends.trainer.distributed import World, agreed, largest, microbatch_s, t
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.packing import Microbatch, loss_inputs, pack
 from backends.trainer.model.recompute import Memory
-from backends.trainer.model.router_replay import RouterReplay
+from backends.trainer.model.router_replay import RouterReplay, num_known
 from backends.trainer.optimizer import all_finite
 from backends.trainer.step.batch_request import BatchRequest, Members, targets
 from backends.trainer.step.images import prefetch, render
@@ -221,9 +221,13 @@ def _replayed_experts(parts: Sequence[Part], replay: RouterReplay, num_tokens: i
     for part in parts:
         request = part.request
         for index, datum in zip(part.indices, part.rendered, strict=True):
-            length, experts = len(datum.token_ids_T), replay.find(request.owner, request.model_id, datum)
-            request.share.replayed[index] = 0 if experts is None else length
-            found.append((length, experts))
+            runs = request.data[index].model_input_spans
+            try:
+                experts = replay.find(request.owner, request.model_id, datum, runs)
+            except InvalidInput as error:
+                raise InvalidInput(f"datum {index}: {error}") from None
+            request.share.replayed[index] = 0 if experts is None else num_known(experts)
+            found.append((len(datum.token_ids_T), experts))
     return replay.batch(found, num_tokens)
 
 

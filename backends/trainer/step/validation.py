@@ -56,6 +56,8 @@ def check_forward_backward(
             raise InvalidInput(f"{where}: model_input is empty")
         if length > max_context_length:
             raise InvalidInput(f"{where}: {length} tokens, but the context window holds {max_context_length}")
+        if (runs := datum.model_input_spans) and (covered := sum(run.length for run in runs)) != length:
+            raise InvalidInput(f"{where}: model_input_spans cover {covered} tokens, model_input has {length}")
         _check_names(loss, loss_input.loss_fn, datum.loss_fn_inputs, where)
         _check_targets(loss, datum.loss_fn_inputs["target_tokens"], length, renderer.vocab_size, where)
         _check_values(datum.loss_fn_inputs, where)

@@ -178,6 +178,37 @@ def test_a_body_cut_short_is_malformed_or_another_request_but_never_a_crash(leng
         wire.decode_forward_backward(body[:-length])
 
 
+def test_runs_of_sampled_sequences_come_in_their_order() -> None:
+    message = encoded()
+    (of_prompt, sampled) = (
+        pb.TokenRun(sequence_id="r:1", length=4),
+        pb.TokenRun(sequence_id="r:0", offset=7, length=2),
+    )
+    message.data[0].model_input_spans.add(prompt_tokens=of_prompt)
+    message.data[0].model_input_spans.add(sampled_tokens=sampled)
+    runs = wire.decode_forward_backward(message.SerializeToString()).forward_backward_input.data[0].model_input_spans
+    assert [(run.part, run.sequence_id, run.offset, run.length) for run in runs] == [
+        ("prompt", "r:1", 0, 4),
+        ("sampled", "r:0", 7, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("span", "named"),
+    [
+        (pb.ProvenanceSpan(), "a span is neither prompt_tokens nor sampled_tokens"),
+        (pb.ProvenanceSpan(prompt_tokens=pb.TokenRun(length=1)), "prompt_tokens has sequence_id ''"),
+        (pb.ProvenanceSpan(sampled_tokens=pb.TokenRun(sequence_id="r", length=0)), "sampled_tokens .* length 0"),
+        (pb.ProvenanceSpan(sampled_tokens=pb.TokenRun(sequence_id="r", length=1, offset=-1)), "offset -1"),
+    ],
+)
+def test_a_run_of_nothing_is_refused_by_name(span: pb.ProvenanceSpan, named: str) -> None:
+    message = encoded()
+    message.data[0].model_input_spans.append(span)
+    with pytest.raises(wire.MalformedBody, match=f"datum 0: model_input_spans: .*{named}"):
+        wire.decode_forward_backward(message.SerializeToString())
+
+
 def test_zstd_is_undone_and_a_bomb_is_not():
     body = encoded().SerializeToString()
     assert wire.decompress(zstandard.compress(body), 1 << 20) == body

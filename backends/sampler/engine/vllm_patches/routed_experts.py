@@ -18,7 +18,8 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from backends.formats.expert_routing import RoutingFiles, routing_name
+from api_schemas.ids import sequence_id
+from backends.formats.expert_routing import NamedSequence, RoutingFiles, identities, routing_name, sequence_name
 from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed
 from backends.sampler.engine.vllm_patches import targets
@@ -35,20 +36,27 @@ def allow_on_cpu() -> None:
 
 
 def keep_routing(
-    files: RoutingFiles, owner: str, model_id: str, rendered: Rendered, outputs: Sequence[CompletionOutput]
+    files: RoutingFiles, of: tuple[str, str, str], rendered: Rendered, outputs: Sequence[CompletionOutput]
 ) -> None:
-    """Keep the experts of a prompt and each of its samples. The last sampled token was not sent anywhere yet.
+    """Keep the experts of a prompt and each of its samples; `of`: owner, model and request. The last sampled token was
+    not sent anywhere yet.
 
     A full disk fails no sample.
     """
-    for output in outputs:
+    owner, model_id, request_id = of
+    for index, output in enumerate(outputs):
         fed = output.token_ids[:-1]
         num_tokens, experts_TLK = len(rendered.token_ids_T) + len(fed), output.routed_experts
         if experts_TLK is None or len(experts_TLK) < num_tokens:
             returned = 0 if experts_TLK is None else len(experts_TLK)
             raise BackendFailed(f"the engine returned the experts of {returned} tokens where {num_tokens} were due")
         try:
-            files.write(routing_name(owner, model_id, rendered, fed), experts_TLK[:num_tokens])
+            sequence = None
+            if request_id:
+                tokens_T = identities(rendered, output.token_ids)
+                name = sequence_name(owner, sequence_id(request_id, index))
+                sequence = NamedSequence(name, tokens_T, len(rendered.token_ids_T))
+            files.write(routing_name(owner, model_id, rendered, fed), experts_TLK[:num_tokens], sequence)
         except OSError as error:
             log.warning("dropping the expert routing of a sample: %s", error)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,15 +15,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vllm.outputs import CompletionOutput
 
-from api_schemas.inputs import Datum
+from api_schemas.inputs import Datum, EncodedTextChunk, TokenRun
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models
 from backends.configure.memory_plan import Machine
-from backends.formats.expert_routing import RoutingFiles, read_routing, routing_name
+from backends.formats.expert_routing import (
+    NamedSequence,
+    RoutingFiles,
+    read_routing,
+    read_sequence,
+    routing_name,
+)
 from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, InvalidInput
 from backends.sampler.engine.vllm_patches.routed_experts import keep_routing
 from backends.trainer.distributed import World
+from backends.trainer.model.router_replay import UNKNOWN
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import FAMILIES, make_tiny_moe
@@ -96,6 +103,32 @@ def test_the_oldest_files_are_deleted_first_and_an_earlier_process_s_files_count
     assert read_routing(tmp_path, "b") is None
     assert {path.name for path in tmp_path.iterdir()} == {"a", "c", "d"}
     np.testing.assert_array_equal(read_routing(tmp_path, "a"), experts_TLK + 1)
+
+
+def test_a_sequence_is_kept_once_under_both_names_and_deleted_with_them(tmp_path: Path) -> None:
+    experts_TLK = np.zeros((100, 2, 5), np.uint8)
+
+    def write(files: RoutingFiles, number: int) -> None:
+        files.write(f"t{number}", experts_TLK + number, NamedSequence(f"s{number}", np.arange(101), 7))
+
+    files = RoutingFiles(tmp_path, max_bytes=5000)
+    for number in (1, 2):
+        write(files, number)
+    for number in (1, 2):
+        of_sequence_TLK, sequence = present(read_sequence(tmp_path, f"s{number}"))
+        np.testing.assert_array_equal(of_sequence_TLK, experts_TLK + number)
+        np.testing.assert_array_equal(read_routing(tmp_path, f"t{number}"), experts_TLK + number)
+        assert (sequence.num_prompt, sequence.tokens_S.tolist()) == (7, [*range(101)])
+    assert sum(path.lstat().st_size for path in tmp_path.iterdir()) < 5000
+    write(RoutingFiles(tmp_path, max_bytes=5000), 3)
+    assert read_sequence(tmp_path, "s1") is None and read_routing(tmp_path, "t1") is None
+    write(RoutingFiles(tmp_path, max_bytes=5000), 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"t2", "s3", "t3", "s4", "t4"}, (
+        "a name goes with the next file"
+    )
+    files.write("s3", experts_TLK)  # as an earlier server has written it
+    np.testing.assert_array_equal(read_routing(tmp_path, "t3"), experts_TLK)
+    assert read_sequence(tmp_path, "s3") is None
 
 
 def test_several_processes_write_to_one_directory_and_neither_spoils_what_another_has_begun(tmp_path: Path) -> None:
@@ -230,6 +263,96 @@ def test_models_in_one_microbatch_have_each_its_own_routing(tmp_path: Path) -> N
     ]
 
 
+def run(part: Literal["prompt", "sampled"], request_id: str, length: int, offset: int = 0) -> TokenRun:
+    """Of the first continuation of a request."""
+    return TokenRun(part=part, sequence_id=f"{request_id}:0", offset=offset, length=length)
+
+
+@pytest.fixture
+def two_turns(tmp_path: Path) -> tuple[TrainerRank, Renderer, Datum, dict[str, np.ndarray]]:
+    """A rank, its renderer, a datum of 5 tokens with 4 and 3 that were sampled, and the experts [T, L, K] of two
+    requests: `first` has sampled the 4, and `second` the 3 behind all before. A third has the tokens of the first, and
+    other experts."""
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files, kept = make_renderer(source), RoutingFiles(tmp_path / "routing"), {}
+    beginning, own = np.arange(1, 6), np.arange(11, 18)
+    for seed, (request_id, num_prompt, end) in enumerate((("first", 5, 9), ("second", 9, 12), ("third", 5, 9))):
+        tokens = np.concatenate([beginning, own])[:end]
+        experts_TLK = kept[request_id] = experts_of(renderer, end - 1, seed)
+        rendered = renderer.render(prompt(EncodedTextChunk(tokens=tokens[:num_prompt])), "prompt")
+        output = CompletionOutput(0, "", tokens[num_prompt:].tolist(), None, None, experts_TLK)
+        keep_routing(files, (OWNER, "m", request_id), rendered, [output])
+    whole = prompt(EncodedTextChunk(tokens=np.concatenate([beginning, own])))
+    return replaying(source, tmp_path / "routing"), renderer, datum(whole, renderer), kept
+
+
+def found_by(
+    two_turns: tuple[TrainerRank, Renderer, Datum, dict[str, np.ndarray]], *runs: TokenRun, owner: str = OWNER
+) -> np.ndarray | None:
+    rank, renderer, item, _ = two_turns
+    replay = present(rank.base.router_replay)
+    return replay.find(owner, "any model", renderer.render(item.model_input, "datum"), runs)
+
+
+def test_runs_of_named_sequences_have_the_experts_of_these_sequences(two_turns: Any) -> None:
+    """Also where another sequence has the same tokens. A sequence's last token was not sent anywhere."""
+    kept = two_turns[-1]
+    for request_id in ("first", "third"):
+        runs = [run("prompt", request_id, 5), run("sampled", request_id, 4), run("sampled", "second", 3)]
+        experts_TLK = present(found_by(two_turns, *runs))
+        np.testing.assert_array_equal(experts_TLK[:8], kept[request_id])
+        np.testing.assert_array_equal(experts_TLK[9:11], kept["second"][9:])
+        assert (experts_TLK[[8, 11]] == UNKNOWN).all()
+    runs = [run("prompt", "second", 2), run("prompt", "second", 7, 2), run("sampled", "second", 3)]
+    of_second = present(found_by(two_turns, *runs))
+    np.testing.assert_array_equal(of_second[:11], kept["second"])
+
+
+def test_sequences_that_are_not_known_leave_their_runs_to_the_router(two_turns: Any) -> None:
+    runs = [run("prompt", "second", 9), run("sampled", "gone", 3)]
+    experts_TLK = present(found_by(two_turns, *runs))
+    np.testing.assert_array_equal(experts_TLK[:9], two_turns[-1]["second"][:9])
+    assert (experts_TLK[9:] == UNKNOWN).all()
+    assert found_by(two_turns, *runs, owner="somebody else") is None
+    assert found_by(two_turns, run("prompt", "gone", 12)) is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "named"),
+    [
+        ([run("prompt", "first", 4, 1), run("sampled", "second", 8)], "4 tokens from 0 on are not the prompt tokens"),
+        ([run("prompt", "first", 9), run("sampled", "second", 3)], "9 tokens from 0 on are not the prompt tokens"),
+        ([run("prompt", "second", 9), run("sampled", "second", 3, 1)], "3 tokens from 9 on are not the sampled tokens"),
+    ],
+)
+def test_runs_of_other_tokens_than_the_sequences_are_refused_by_name(
+    two_turns: Any, runs: list[TokenRun], named: str
+) -> None:
+    rank, _, item, _ = two_turns
+    wrong = item.model_copy(update={"model_input_spans": runs})
+    with pytest.raises(InvalidInput, match=f"datum 1: model_input_spans: the {named} of the sequence"):
+        logprobs(rank, [item, wrong])
+    logprobs(rank, [item])
+
+
+def test_runs_that_do_not_cover_the_input_are_refused(two_turns: Any) -> None:
+    rank, _, item, _ = two_turns
+    short = item.model_copy(update={"model_input_spans": [run("prompt", "gone", 9)]})
+    with pytest.raises(InvalidInput, match="datum 1: model_input_spans cover 9 tokens, model_input has 12"):
+        logprobs(rank, [item, short])
+
+
+def test_the_tokens_of_known_sequences_are_counted_and_replayed(two_turns: Any) -> None:
+    rank, _, item, _ = two_turns
+    rank.create_model("n", LORA)
+    runs = [run("prompt", "second", 9), run("sampled", "second", 3)]
+    named = item.model_copy(update={"model_input_spans": runs})
+    outputs = [present(forward_backward(rank, "n", cross_entropy([one]), False)) for one in (item, named)]
+    assert [output.metrics["replayed_tokens:sum"] for output in outputs] == [0, 11]
+    own, replayed = (output.loss_fn_outputs[0]["logprobs"] for output in outputs)
+    assert np.abs(own - replayed).max() > 1e-3
+
+
 @pytest.mark.parametrize("spoilt", [b"", b"no array", np.lib.format.magic(1, 0) + b"x"])
 def test_a_damaged_file_counts_as_absent(spoilt: bytes, tmp_path: Path, caplog) -> None:
     source = make("Qwen3 MoE", tmp_path / "model")
@@ -249,10 +372,10 @@ def test_a_sample_does_not_fail_if_its_routing_cannot_be_written(tmp_path: Path,
     rendered = renderer.render(TEXTS[0], "prompt")
     experts_TLK = np.zeros((len(rendered.token_ids_T) + 2, 2, 3), np.uint8)
     output = CompletionOutput(0, "", [5, 6, 7], None, None, experts_TLK)
-    keep_routing(files, OWNER, "m", rendered, [output])
+    keep_routing(files, (OWNER, "m", "r"), rendered, [output])
     assert "dropping the expert routing of a sample" in caplog.text
     with pytest.raises(BackendFailed, match="the engine returned the experts of 6 tokens where 7 were due"):
-        keep_routing(files, OWNER, "m", rendered, [replace(output, routed_experts=experts_TLK[:6])])
+        keep_routing(files, (OWNER, "m", "r"), rendered, [replace(output, routed_experts=experts_TLK[:6])])
 
 
 def replaying_rank(world: World, source: Path, directory: Path) -> Stepped:
