@@ -11,6 +11,17 @@ from backends.patches import Patch
 
 GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Input projections of the decay and of beta: a row for each head."""
+ENGINE_SLICES: Mapping[str, tuple[str, ...]] = {
+    "in_proj_qkvz": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"),
+    "in_proj": ("gate_proj", "x_proj"),
+}
+"""Adapters that the hosted service has for the first slices of one linear of the engine."""
+
+
+def engine_slices(linear: str) -> tuple[str, ...]:
+    """Return the full names of these adapters for the engine's linear of this full name; none for most."""
+    layer, _, name = linear.rpartition(".")
+    return tuple(f"{layer}.{part}" for part in ENGINE_SLICES.get(name, ()))
 
 
 def rows_of_inputs(layer: nn.Module, projection: str) -> Mapping[str, Rows]:

@@ -4,8 +4,9 @@ pytest tests/contract/test_service_layout.py
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,17 +18,21 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
 from backends.inputs.rendering import Renderer
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.lora.linear import ALPHA
 from backends.trainer.rank import TrainerRank
-from tests.factories import cross_entropy, datum, make_renderer, prompt, succeeded, words
+from tests.engines import fork_sampler
+from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import make_tiny_deepseek_v3, make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_qwen3_next
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
+from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
     assert_same,
     config,
     forward_backward,
     gradients,
+    logprobs,
     lora_model,
     reference_logprobs,
     together,
@@ -175,3 +180,32 @@ def on_ranks(world: World, source: Path) -> Stepped:
 @pytest.mark.slow
 def test_two_ranks_are_as_one(source: Path) -> None:
     check_two_are_as_one(on_ranks, source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_tiny_qwen3_5, make_tiny_nemotron_h, make_tiny_deepseek_v3])
+async def test_the_engine_scores_the_services_modules_as_the_trainer(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    source = make(tmp_path / "model")
+    renderer = make_renderer(source)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
+    rank = trained(trainer(source, dtype=dtype), ADAPTERS)
+    for name in ADAPTERS:
+        rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype), fork_sampler)
+    await running.start()
+    try:
+        differences = []
+        for name, item in [(name, item) for name in ADAPTERS for item in data_for(renderer, 3)]:
+            asked = request(item.model_input, {"max_tokens": 1}, prompt_logprobs=True)
+            response = await sample(running, asked, tmp_path / name)
+            ids = renderer.render(item.model_input, "datum").token_ids_T
+            inputs = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}
+            (expected,) = logprobs(rank, [Datum(model_input=item.model_input, loss_fn_inputs=inputs)], name)
+            got = np.array(present(response.prompt_logprobs)[1:])
+            differences.append(np.abs(got - expected[:-1]))
+    finally:
+        await running.stop()
+    both = np.concatenate(differences)
+    assert both.max() < ATOL if dtype == "float32" else both.mean() < 0.03 and both.max() < 0.2

@@ -24,6 +24,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
+from backends.families.linear_attention import engine_slices
 from backends.families.lora_names import EXPERT_STACKS
 from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_FILE
@@ -123,6 +124,8 @@ class SlotCheck:
     def _of_module(self, name: str, parts: dict[str, Part]) -> list[Part | None]:
         """Return the files' parts for a module, in the engine's order; None for nothing."""
         packed = self._manager.packed_modules.get(name, [name])
+        if (slices := engine_slices(name)) and slices[0] in parts:
+            return [parts.get(part) for part in slices]
         if name in parts or not isinstance(self._manager.modules[name], FusedMoEWithLoRA):
             return [parts.get(one) for one in packed]
         count = len(_buffers(self._manager.modules[name]))

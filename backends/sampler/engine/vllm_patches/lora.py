@@ -10,7 +10,9 @@
    names them, 48 layers have 37,000 tensors, which vLLM reads, names and copies together one by one. It takes stacks
    only where all experts share one adapter. Here each expert has its own; files expert by expert load as before.
 6. A slot is compared with the adapter's files when it has been filled (`slot_check.py`).
-7. Of a merged linear with one part alone, as some linear attention has, each of several ranks gets two
+7. Rows of an input projection of linear attention that have adapters of their own, as in the hosted service
+   (`families/linear_attention.py`), get the slices that vLLM fills from one adapter of all rows.
+8. Of a merged linear with one part alone, as some linear attention has, each of several ranks gets two
    pieces of B, as if gate stood above up.
 
 N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
@@ -28,6 +30,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
+from backends.families.linear_attention import ENGINE_SLICES, engine_slices
 from backends.families.lora_names import EXPERT_STACKS
 from backends.sampler.engine.slot_check import SlotCheck
 
@@ -44,6 +47,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.check = SlotCheck(self)
         self.supported_lora_modules += [f"experts.{matrix}" for matrix in EXPERT_STACKS.values()]
+        self.supported_lora_modules += [part for parts in ENGINE_SLICES.values() for part in parts]
         if HEAD not in self.supported_lora_modules:
             self.supported_lora_modules.append(HEAD)
 
@@ -70,6 +74,10 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
                 stacks = [lora_model.loras.pop(f"{layer}.{matrix}", None) for matrix in EXPERT_STACKS.values()]
                 if any(stacks):
                     lora_model.loras[layer] = _packed(stacks, layer)
+            elif (parts := engine_slices(layer)) and parts[0] in lora_model.loras:
+                found = [lora_model.loras.pop(part, None) for part in parts]
+                found += [None] * (module.n_slices - len(parts))
+                lora_model.loras[layer] = PackedLoRALayerWeights.pack(found)
         super()._create_merged_loras_inplace(lora_model)
 
 
