@@ -171,6 +171,94 @@ def test_no_further_file_knows_a_kind_of_model_by_name(kind: str) -> None:
     assert len(found) == count, found
 
 
+WINGS: dict[str, tuple[tuple[str, ...], int]] = {
+    "chat": (("tinker_server.chat", "tinker_server.routes.chat", "backends.sampler.engine.chat"), 3),
+    "client metrics, steps and notes": (
+        (
+            "tinker_server.store.client_metrics",
+            "tinker_server.store.steps",
+            "tinker_server.store.notes",
+            "tinker_server.routes.metrics_collect",
+        ),
+        14,
+    ),
+    "cluster": (("backends.cluster",), 2),
+    "context slices": (("backends.trainer.model.context",), 2),
+    "dashboard": (("tinker_server.dashboard",), 1),
+    "fp8": (("backends.kernels.fp8", "backends.formats.block_fp8", "backends.trainer.lora.packed_fp8"), 8),
+    "images by address": (("tinker_server.image_addresses", "tinker_server.image_hosts"), 4),
+    "linear attention and Mamba2": (
+        (
+            "backends.families.linear_attention",
+            "backends.families.nemotron_h",
+            "backends.kernels.delta_rule",
+            "backends.kernels.delta_rule_gradients",
+            "backends.trainer.model.linear_attention",
+            "backends.trainer.model.state_space",
+        ),
+        11,
+    ),
+    "memory plan": (
+        ("backends.configure.memory_plan", "backends.configure.placement", "backends.configure.nearest_fit"),
+        2,
+    ),
+    "one copy of the base": (("backends.base_weights",), 3),
+    "owners' records": (
+        (
+            "tinker_server.store.audit",
+            "tinker_server.store.usage",
+            "tinker_server.routes.admin",
+            "tinker_server.routes.owners",
+        ),
+        5,
+    ),
+    "recent samples": (
+        ("tinker_server.observability.recent_samples", "tinker_server.observability.sample_files"),
+        5,
+    ),
+    "recovery": (
+        (
+            "tinker_server.store.lease",
+            "tinker_server.store.futures.replay_log",
+            "tinker_server.models.replay",
+            "tinker_server.models.crash_isolation",
+            "backends.processes.crash_isolation",
+        ),
+        10,
+    ),
+    "router replay": (
+        (
+            "backends.formats.expert_routing",
+            "backends.trainer.model.router_replay",
+            "backends.sampler.engine.vllm_patches.routed_experts",
+        ),
+        6,
+    ),
+    "tracing": (("tinker_server.observability.tracing",), 1),
+    "uploads and exports": (
+        (
+            "tinker_server.weights.archives",
+            "tinker_server.weights.export",
+            "tinker_server.weights.uploads",
+            "tinker_server.store.uploads",
+        ),
+        6,
+    ),
+}
+"""The modules of each feature beside the straight line, and the number of files outside that import them, which may
+only fall."""
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_no_further_file_imports_a_wing(wing: str) -> None:
+    modules, count = WINGS[wing]
+    paths = [module.replace(".", "/") for module in modules]
+    assert all((ROOT / path).is_dir() or (ROOT / f"{path}.py").is_file() for path in paths)
+    found = sorted(path for path in importers(*modules) if not path.startswith(tuple(f"{own}/" for own in paths)))
+    found = [path for path in found if path.removesuffix(".py") not in paths]
+    assert len(found) == count, found
+
+
 def test_opentelemetry_stays_in_its_room() -> None:
     assert all(path.startswith("tinker_server/observability/tracing/") for path in importers("opentelemetry"))
 
