@@ -140,18 +140,22 @@ class Place:
     def _kill(self, victim: str) -> None:
         if victim in OF_CLUSTERS:
             self.await_machines()
-        self._spare_what_was_hit("sampler" if victim in SAMPLING else victim)
+        kind = "sampler" if victim in SAMPLING else victim
+        self._spare_what_was_hit(kind)
         api = psutil.Process(self.server.process.pid)
         if victim != "server":
             machine = self._random.choice(self.machines) if victim in ON_MACHINES else None
             found = self._random.choice(self._await(api if machine is None else machine.process, victim))
             self.kills.append((victim, time.monotonic()))
+            self._hit[kind] = self._under_way()
             found.kill()
+            self._hit[kind] += self._under_way()  # what came while the process was looked for, and killed
             if machine is not None and victim == "machine":
                 machine.start_again()
             return
         children = api.children(recursive=True)
         self.kills.append((victim, time.monotonic()))
+        self._hit[kind] = self._under_way()
         self.server.kill()
         _, orphans = psutil.wait_procs(children, timeout=ORPHAN_S)
         assert not orphans, f"outlive their server: {[' '.join(orphan.cmdline()) for orphan in orphans]}"
@@ -164,7 +168,9 @@ class Place:
         while self._may_go_on() and any(one in worker.client.under_way for worker in self.workers for one in hit):
             assert time.monotonic() < deadline, "what was under way at a kill is not answered"
             time.sleep(0.02)
-        self._hit[victim] = [one for worker in self.workers for one in list(worker.client.under_way)]
+
+    def _under_way(self) -> list[Request]:
+        return [request for worker in self.workers for request in list(worker.client.under_way)]
 
     def _await(self, top: psutil.Process, victim: str) -> list[psutil.Process]:
         """The processes of a kind beneath one of them; one that was just killed is there again soon."""
