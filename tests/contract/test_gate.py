@@ -59,6 +59,8 @@ def answer_to(
             received += part
         head_bytes, _, content = received.partition(b"\r\n\r\n")
         length = int(head_bytes.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        if start.startswith("HEAD "):  # the length is that of GET's answer
+            length = 0
         while len(content) < length:
             content += connection.recv(65536)
     return int(head_bytes.split()[1]), content.decode()

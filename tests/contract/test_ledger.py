@@ -203,7 +203,7 @@ def test_a_body_whose_length_was_not_said_costs_what_it_has_once_it_is_there(tmp
         server.stop()
 
 
-RESULT_TOKENS = 2_000_000
+RESULT_TOKENS = 1_000_000
 """Tokens of a result of 8 MB, which is more than a connection's buffers take."""
 
 
@@ -216,7 +216,7 @@ def large_result(server: Running) -> bytes:
     request = pb.ForwardBackwardRequest(model_id=server.model(), seq_id=1, data=[datum], loss_fn="cross_entropy")
     kind = {"content-type": PROTOBUF}
     sent = server.http.post("/forward_backward", content=request.SerializeToString(), headers=kind)
-    assert len(server.result(sent).content) > 4 * RESULT_TOKENS
+    assert len(server.result(sent).content) > 8 * RESULT_TOKENS
     return json.dumps({"request_id": sent.json()["request_id"]}).encode()
 
 
@@ -272,12 +272,12 @@ def test_a_client_that_reads_nothing_is_cut_off_and_one_that_reads_slowly_is_not
                 time.sleep(3)
             num_bytes = 0
             try:
-                while num_bytes < 4 * RESULT_TOKENS and (piece := connection.recv(1 << 16)):
+                while num_bytes < 8 * RESULT_TOKENS and (piece := connection.recv(1 << 16)):
                     num_bytes += len(piece)
                     time.sleep(pause_s)
             except ConnectionResetError:
                 pass
-            assert (num_bytes < 4 * RESULT_TOKENS) == is_cut
+            assert (num_bytes < 8 * RESULT_TOKENS) == is_cut
 
 
 def test_an_owner_has_an_account_only_while_its_bodies_are_in_flight(server):
