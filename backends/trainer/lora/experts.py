@@ -68,7 +68,7 @@ class ExpertAdapters:
         return self.a, self.b, self.grad_a, self.grad_b
 
     @property
-    def is_used(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether the microbatch has models of this layout."""
         return self.a.shape[1] > 0
 
@@ -138,7 +138,7 @@ class LoraExperts(nn.Module):
             for name, weight_EIH in zip(self._into, weights.split(inner, dim=1), strict=True)
         ]
         shared = self.adapters["service"]
-        if shared["up_proj"].is_used:
+        if shared["up_proj"].is_loaded:
             into = [shared[name] for name in self._into]
             inner_TN = multiply_a(hidden_TH, [of.a[0] for of in into], [of.grad_a[0] for of in into], scales_TR)
             inners_SR = [inner_TR[pairs.token_S] for inner_TR in inner_TN.chunk(len(into), 1)]
@@ -151,7 +151,7 @@ class LoraExperts(nn.Module):
         if isinstance(self.base, BiasedExperts):
             y_SH = y_SH + self.base.down_bias[pairs.experts_S]
         y_TH = pairs.sum_weighted(y_SH, weights_TK)
-        if (down := shared["down_proj"]).is_used:
+        if (down := shared["down_proj"]).is_loaded:
             inner_SR = expert_factor(inner_SI, down.a, down.grad_a, pairs.ends_E, True)
             inner_TR = pairs.sum_weighted(inner_SR, weights_TK).to(hidden_TH.dtype)
             y_TH = y_TH + multiply_b(inner_TR, down.b[0], down.grad_b[0], scales_TR)[0]
@@ -160,7 +160,7 @@ class LoraExperts(nn.Module):
     def _product(self, name: str, x_SI: Tensor, weight_EOI: Tensor, pairs: _Pairs) -> Tensor:
         """Return [S, O], each pair by its expert's matrix and own adapter."""
         own = self.adapters["own"][name]
-        if not own.is_used:
+        if not own.is_loaded:
             return cast(Tensor, multiply_by_expert(x_SI, weight_EOI, pairs.ends_E))
         return cast(Tensor, lora_grouped(x_SI, weight_EOI, *own.all, pairs.scales_SR, pairs.ends_E)[0])
 
