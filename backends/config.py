@@ -64,8 +64,8 @@ class BackendConfig(BaseModel):
     stable_reinforce is refused."""
     base_copies: Literal[1, 2] | None = None
     """Copies of a base on a GPU: 2, of trainer and engine; or 1, which a third process holds for both. If absent: 1 on
-    CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base; but 2 for linear attention, Gemma
-    3 with images, DeepSeek-V3 and quantised bases, and with cluster."""
+    CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base; but 2 where trainer and
+    engine lay it out differently, and with cluster."""
     base_precision: Literal["fp8"] | None = None
     """fp8: if the files of a base are in fp8 by blocks, trainers, and engines of one GPU, keep its linears so, and
     dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are equal."""

@@ -51,7 +51,7 @@ def trace_loading(
     """Return the view for each tensor of the files that `load` copies unchanged into one of `parameters`.
 
     `load` takes names and tensors of the files, as vLLM's load_weights does, and `parameters` are on the meta device.
-    A tensor that is computed with before it is copied, or whose copies are no single view, is left out.
+    A tensor that is computed with before it is copied or in its place, or whose copies are no single view, is left out.
     """
     sources = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (shape, dtype) in files.items()}
     targets: dict[int, str] = {}
@@ -61,13 +61,16 @@ def trace_loading(
         load(iter(sources.items()))
     names = {_storage(tensor): name for name, tensor in sources.items()}
     copies: dict[str, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
+    computed: set[str] = set()  # as Mamba2's A, minus the exponential of what was copied there before
     for source, target in traced.found:
         if _storage(source) in names and _storage(target) in targets:
             copies[names[_storage(source)]].append((targets[_storage(target)], source, target))
+        elif _storage(target) in targets:
+            computed.add(targets[_storage(target)])
     views = {}
     for name, found in copies.items():
         into = found[0][0]
-        if all(other == into for other, _, _ in found):
+        if into not in computed and all(other == into for other, _, _ in found):
             view = _joined(into, sources[name], parameters[into], [pair for _, *pair in found])
             if view is not None:
                 views[name] = view

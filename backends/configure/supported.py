@@ -95,13 +95,8 @@ class Support:
         """True if trainer and engine can map one copy of the base; unless it is asked for, only where a GPU has seen
         it."""
         is_asked = self.config.base_copies == 1
-        return self._unshared() is None and (is_asked or self._was_seen_shared)
-
-    @property
-    def _was_seen_shared(self) -> bool:
-        family = self.renderer.family
-        is_unseen = family.has_linear_attention or family.sees_whole_images or family.has_latent_attention
-        return self.dtype == "bfloat16" and not (self.config.cluster or is_unseen)
+        was_seen = self.dtype == "bfloat16" and not self.config.cluster
+        return self._unshared() is None and (is_asked or was_seen)
 
     def _unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share one copy of the base, or None."""

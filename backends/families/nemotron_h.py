@@ -14,7 +14,6 @@ from backends.patches import Patch, require_as_written
 
 ARCHITECTURE = "NemotronHForCausalLM"
 ROUTER = "model.layers.*.mixer.gate"
-UNSHARED = "the engine has other numbers for Mamba2 than its files, and nobody has compared one copy"
 MIXER = Patch(
     "mamba2-time-steps",
     "transformers.models.nemotron_h.modeling_nemotron_h:NemotronHMamba2Mixer",

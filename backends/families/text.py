@@ -22,7 +22,7 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     nemotron_h.ARCHITECTURE: (nemotron_h.ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
-UNSHARED = {kind.ARCHITECTURE: kind.UNSHARED for kind in (gpt_oss, nemotron_h)}
+UNSHARED = {gpt_oss.ARCHITECTURE: gpt_oss.UNSHARED}
 WITH_MIXED_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "exaone4", "cohere2")
 """Types of decoders in which trainer and engine both have a window in some layers alone. Of others vLLM has one window
 for all layers or none (Qwen2 MoE: 3.2 nats beyond the window were measured), or fails at an assertion (Qwen2, Qwen3),

@@ -24,7 +24,7 @@ from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blo
 from tests.sampling import sampler_config
 
 pytestmark = pytest.mark.slow
-REFUSED = ("gpt-oss", "Nemotron-H", "Nemotron-3")
+REFUSED = ("gpt-oss",)
 ALL = {
     **{kind: make for kind, make in FAMILIES.items() if kind not in REFUSED},
     "Qwen3": make_tiny_text,
@@ -84,11 +84,21 @@ def test_what_linear_attention_has_in_float32_is_rounded_by_neither(family: str,
 
 
 @pytest.mark.usefixtures("_engine_parts")
-@pytest.mark.parametrize(("moe", "precision"), [(False, None), (True, None), (False, "fp8")])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("Qwen3-VL", None),
+        ("Qwen3-VL MoE", None),
+        ("Qwen3-VL", "fp8"),
+        ("Qwen3.5", None),
+        ("Qwen3.5 MoE", None),
+        ("DeepSeek-V3", None),
+    ],
+)
 def test_a_base_in_fp8_is_held_and_mapped_dequantised_or_as_it_stays(
-    moe: bool, precision: Literal["fp8"] | None, tmp_path: Path
+    family: str, precision: Literal["fp8"] | None, tmp_path: Path
 ) -> None:
-    source = make_tiny_vl(tmp_path / "model", moe=moe)
+    source = ALL[family](tmp_path / "model")
     quantised = quantise_in_blocks(source, tmp_path / "quantised")
     for path in [*source.glob("*.safetensors"), *quantised.glob("*.safetensors")]:
         tensors = {name: one.bfloat16() if one.dtype == torch.float32 else one for name, one in load_file(path).items()}
@@ -102,7 +112,8 @@ def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:
     """What is held is what the files in `source` have, and a model of it is that of the files in `whole`."""
     mapped = map_views(spec.base_socket(None), ALONE.device)
     with Files(source, torch.bfloat16, stays_in_fp8(spec)) as files:
-        assert mapped.keys() == set(files.names())
+        # The engine has minus the exponential of Mamba2's: the trainer reads its own.
+        assert mapped.keys() == {name for name in files.names() if not name.endswith("mixer.A_log")}
         for name, tensor in mapped.items():
             assert tensor.equal(files.tensor(name).to(tensor.dtype)), name
     kind = Renderer(str(source), image_cache_bytes=0, max_image_pixels=10**7).family

@@ -57,9 +57,10 @@ def differences(client, sampler, inputs, renderer) -> np.ndarray:
 
 def of_text(item, scored, row, renderer) -> np.ndarray:
     """Absolute, nats, of one datum's text positions: a sampler's prompt scores and a trainer's log probabilities."""
-    placeholder = renderer.config.image_token_id if renderer.takes_images else -1
-    text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
-    distances: np.ndarray = np.abs(np.asarray(scored[1:]) - row[:-1])[text]
+    is_text = np.ones(len(row), bool)
+    for span in renderer.render(item.model_input, "prompt").spans:  # an image's tokens, with those around it
+        is_text[span.offset : span.offset + span.num_tokens] = False
+    distances: np.ndarray = np.abs(np.asarray(scored[1:]) - row[:-1])[is_text[1:]]
     return distances
 
 

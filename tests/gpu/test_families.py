@@ -21,7 +21,7 @@ from backends.protocol import BackendFailed
 from backends.sampler.pool import SamplerPool
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
-from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, assert_close, scoring_datum
+from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, assert_close, of_text, scoring_datum
 from tests.models import DIVIDED, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config, scores_of, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
@@ -201,11 +201,7 @@ async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) 
     differences = []
     for (name, item), answer in zip(asked, answers, strict=True):
         (row,) = present(forward_backward(rank, name, cross_entropy([item]), False)).loss_fn_outputs
-        # An image's tokens, with those around it, are not compared.
-        is_text = np.ones(len(row["logprobs"]), bool)
-        for span in renderer.render(item.model_input, "prompt").spans:
-            is_text[span.offset : span.offset + span.num_tokens] = False
-        differences.append(np.abs(np.array(present(answer.prompt_logprobs)[1:]) - row["logprobs"][:-1])[is_text[1:]])
+        differences.append(of_text(item, present(answer.prompt_logprobs), row["logprobs"], renderer))
     assert_close(kind, np.concatenate(differences))
 
 

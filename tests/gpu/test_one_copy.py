@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -29,8 +30,8 @@ from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
-from tests.gpu.agreement import LARGEST, MEAN, of_text, scoring_datum
-from tests.models import make_tiny_of, make_tiny_vl, quantise_in_blocks
+from tests.gpu.agreement import LARGEST, MEAN, assert_close, of_text, scoring_datum
+from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
 
@@ -132,57 +133,69 @@ def used_bytes() -> int:
     return total - free
 
 
-@pytest.mark.parametrize("kind", ["dense", "vision", "mixture", "mixture with vision"])
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "dense": lambda at: make_tiny_of("qwen3", at, tie_word_embeddings=True),
+    "vision": make_tiny_vl,
+    "mixture": lambda at: make_tiny_of("qwen3_moe", at, num_experts=8, moe_intermediate_size=96),
+    "mixture with vision": lambda at: make_tiny_vl(at, moe=True),
+    **{kind: FAMILIES[kind] for kind in ("Qwen3.5", "Qwen3.5 MoE", "Qwen3-Next", "Nemotron-H", "Nemotron-3")},
+    **{kind: FAMILIES[kind] for kind in ("Gemma 3 with images", "DeepSeek-V3")},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: str, tmp_path: Path) -> None:
-    source = {
-        "dense": lambda at: make_tiny_of("qwen3", at, tie_word_embeddings=True),
-        "vision": make_tiny_vl,
-        "mixture": lambda at: make_tiny_of("qwen3_moe", at, num_experts=8, moe_intermediate_size=96),
-        "mixture with vision": lambda at: make_tiny_vl(at, moe=True),
-    }[kind](tmp_path / "model")
+    source = KINDS[kind](tmp_path / "model")
     async with Parts(spec_of(source, tmp_path / "scratch")) as parts:
-        mapped = map_views(parts.socket, DEVICE)
-        with Files(source, torch.bfloat16) as files:
-            assert mapped.keys() == set(files.names())
-            for name, tensor in mapped.items():
-                assert tensor.cpu().equal(files.tensor(name).to(tensor.dtype)), name
-        del mapped
-        found = await parts.difference(source)
-        print(f"{kind}: mean {found.mean():.4f}, largest {found.max():.4f} nats")
-        assert found.mean() < MEAN and found.max() < LARGEST
+        assert_mapped(parts, source)
+        assert_close(kind, await parts.difference(source))
+
+
+def assert_mapped(parts: Parts, source: Path, staying: Collection[str] = ()) -> None:
+    mapped = map_views(parts.socket, DEVICE)
+    with Files(source, torch.bfloat16, staying) as files:
+        # The engine has minus the exponential of Mamba2's: the trainer reads its own.
+        assert mapped.keys() == {name for name in files.names() if not name.endswith("mixer.A_log")}
+        for name, tensor in mapped.items():
+            assert tensor.cpu().equal(files.tensor(name).to(tensor.dtype)), name
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize(("moe", "precision"), [(False, None), (True, None), (False, "fp8")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("vision", None),
+        ("mixture with vision", None),
+        ("vision", "fp8"),
+        ("Qwen3.5", None),
+        ("Qwen3.5 MoE", None),
+        ("DeepSeek-V3", None),
+    ],
+)
 async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(
-    copies: int, moe: bool, precision: Literal["fp8"] | None, tmp_path: Path
+    copies: int, kind: str, precision: Literal["fp8"] | None, tmp_path: Path
 ) -> None:
-    quantised = quantise_in_blocks(make_tiny_vl(tmp_path / "model", moe=moe), tmp_path / "quantised")
+    quantised = quantise_in_blocks(KINDS[kind](tmp_path / "model"), tmp_path / "quantised")
     spec = replace(spec_of(quantised, tmp_path / "scratch"), is_quantised=True, base_copies=copies)
     spec = replace(spec, base_precision=precision)
     async with Parts(spec) as parts:
         if copies == 1:
-            mapped = map_views(parts.socket, DEVICE)
-            with Files(quantised, torch.bfloat16, stays_in_fp8(spec)) as files:
-                assert mapped.keys() == set(files.names())
-                for name, tensor in mapped.items():
-                    assert tensor.cpu().equal(files.tensor(name).to(tensor.dtype)), name
-            del mapped
-        found = await parts.difference(quantised)
-        print(f"fp8, {copies} copies, {precision}: mean {found.mean():.4f}, largest {found.max():.4f} nats")
-        assert found.mean() < MEAN and found.max() < LARGEST
+            assert_mapped(parts, quantised, stays_in_fp8(spec))
+        assert_close(f"fp8, {kind}, {copies} copies, {precision}", await parts.difference(quantised))
 
 
-async def test_memory_has_one_copy_and_all_outlive_deaths(tmp_path: Path) -> None:
-    source = make_model(tmp_path / "model", SHAPES["4b"])
+@pytest.mark.parametrize(("shape", "cache_gib"), [("4b", 1), ("qwen3.5-4b", 4)])
+async def test_memory_has_one_copy_and_all_outlive_deaths(shape: str, cache_gib: int, tmp_path: Path) -> None:
+    source = make_model(tmp_path / "model", SHAPES[shape])
     weight_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     torch.cuda.empty_cache()
-    spec = spec_of(source, tmp_path / "scratch")
+    spec = replace(spec_of(source, tmp_path / "scratch"), kv_cache_bytes=cache_gib << 30)
+    most_bytes = 2.5 * weight_bytes + ((cache_gib - 1) << 30)
     before = used_bytes()
     async with Parts(spec) as parts:
         taken = used_bytes() - before
-        print(f"{weight_bytes / 2**30:.1f} GiB of weights, {taken / 2**30:.1f} GiB taken with 1 GiB of KV cache")
-        assert taken < 2.5 * weight_bytes  # as much as one copy is taken besides; a second would make it three times
+        print(f"{weight_bytes / 2**30:.1f} GiB of weights, {taken / 2**30:.1f} taken with a KV cache of {cache_gib}")
+        assert taken < most_bytes  # as much as one copy is taken besides; a second would make it three times
         mapped = map_views(parts.socket, DEVICE)
         name, tensor = max(mapped.items(), key=lambda one: one[1].numel())
         contents = tensor.cpu()
@@ -205,7 +218,7 @@ async def test_memory_has_one_copy_and_all_outlive_deaths(tmp_path: Path) -> Non
         assert not psutil.pid_exists(holder)
         del mapped, tensor
         torch.cuda.ipc_collect()
-        assert used_bytes() - before < 2.5 * weight_bytes
+        assert used_bytes() - before < most_bytes
         again = await parts.difference(source)
         assert again.mean() < MEAN and first.mean() < MEAN
 

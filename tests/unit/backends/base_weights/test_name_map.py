@@ -75,6 +75,15 @@ def traced(load: Load, own_shapes: dict[str, tuple[int, ...]], files: dict[str, 
     )
 
 
+def test_a_tensor_whose_copy_was_computed_with_is_no_view() -> None:
+    def exponential(own: dict[str, Tensor], files: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in files:
+            own[name].copy_(tensor)
+        own["a"].copy_(-own["a"].exp())
+
+    assert traced(exponential, {"a": (4,), "d": (4,)}, {"a": (4,), "d": (4,)}).keys() == {"d"}
+
+
 def test_a_tensor_that_was_computed_with_is_no_view() -> None:
     assert traced(lambda own, files: own["a"].copy_(-dict(files)["a"]), {"a": (4,)}, {"a": (4,)}) == {}  # type: ignore[arg-type, func-returns-value]
 

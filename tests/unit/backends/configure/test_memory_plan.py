@@ -199,7 +199,7 @@ def test_the_largest_rank_is_128_where_two_models_of_it_fit_and_64_where_four_do
 ) -> None:
     """Qwen3.5-9B, of which the cookbook distils with rank 128."""
     (found,) = plan_or_suggest(
-        [shape("9b")], BackendConfig(), Machine(0, [gib * GIB], ["card"]), "cuda"
+        [shape("9b")], BackendConfig(base_copies=2), Machine(0, [gib * GIB], ["card"]), "cuda"
     ).demands.values()
     assert (found.lora_rank, found.models_at_once, found.adapter_slots) == (rank, models, models)
 

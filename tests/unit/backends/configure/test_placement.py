@@ -357,7 +357,7 @@ def test_mamba2_is_divided_by_heads_alone_and_refused_by_name_where_nothing_was_
     assert (found.mesh.context, found.dtype) == (2, "float32")
     for settings, reason in (
         ({"context_parallel": 4}, r"context_parallel 4 .* its 2 heads cannot be divided evenly"),
-        ({"context_parallel": 1, "base_copies": 1}, r"base_copies 1 .* has other numbers for Mamba2 than its files"),
+        ({"context_parallel": 1, "base_copies": 1}, r"base_copies 1 .* packs the weights of linear attention anew"),
         ({"context_parallel": 1, "tensor_parallel": 4}, r"tensor_parallel 4 .* its 2 heads cannot be divided evenly"),
     ):
         with pytest.raises(BackendFailed, match=reason):
