@@ -14,6 +14,9 @@ the same stacks, under the model's own names.
 """
 
 import re
+from collections.abc import Mapping, Sequence
+
+from api_schemas.training import Layout
 
 NOT_FOR_PEFT = "none: these are names of Tinker's tools; PEFT's form is in the directory peft/ beside this file"
 """The `peft_type` in the config of files under the tools' names. PEFT quotes a type that it does not know."""
@@ -26,6 +29,12 @@ _EXPERT = re.compile(
 _STACK = re.compile(r".+\.experts\.(?P<matrix>w[123])\.lora_(?P<half>[AB])\.weight")
 EXPERT_MATRICES = "expert_matrices"
 """In the header of a file with stacks: PEFT's names of an expert's matrices by the names of the stacks, as JSON."""
+_PARTS = frozenset({"in_proj_q", "in_proj_k", "in_proj_v", "x_proj"})
+"""Adapters of parts of linears, each beside others."""
+_WHOLE_LINEARS = frozenset({"in_proj_qkv", "in_proj_qkvz", "in_proj"})
+"""Linears of which they are parts."""
+_OF_LATENTS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
+_OUT_OF_LATENTS = "kv_b_proj"
 _OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _OF_UNGATED_EXPERTS = {"up_proj": "w1", "down_proj": "w2"}
 
@@ -68,3 +77,18 @@ def is_on_hidden_side(stack: str) -> bool:
     """Return whether a stack's matrices are next to the hidden state: A of gate and up, and B of down."""
     found = _STACK.fullmatch(stack)
     return found is not None and (found["matrix"] == "w2") == (found["half"] == "B")
+
+
+def layout_of_linears(shapes: Mapping[str, Sequence[int]], rank: int) -> Layout | None:
+    """Return the layout that the linears of an adapter of this rank tell, by the shapes of its tensors; None if they
+    have the same adapters in every layout."""
+    ranks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        module, _, half = name.rpartition(".lora_")
+        if half == "A.weight" and isinstance(shape[0], int):
+            ranks[module.rpartition(".")[2]] = shape[0]
+    if _PARTS & ranks.keys() or any(ranks[name] > rank for name in _WHOLE_LINEARS & ranks.keys()):
+        return "service"
+    if _OF_LATENTS & ranks.keys():
+        return "own" if _OUT_OF_LATENTS in ranks else "service"
+    return "own" if _WHOLE_LINEARS & ranks.keys() else None

@@ -49,6 +49,9 @@ class Numbers:
     share all but one expert's, and what linears have less."""
     divides_linears: bool = False
     """True if `service` has adapters of some rows of a linear, or leaves linears out."""
+    more_of_blocks: int = 0
+    """Numbers per LoRA rank that PEFT's form of a `service` adapter has beside those of `own`: in the blocks of linears
+    with adapters of some rows."""
 
     @cached_property
     def adapter(self) -> int:
@@ -58,6 +61,11 @@ class Numbers:
     def of_layout(self, layout: Layout) -> int:
         """Return the same of an adapter of this layout."""
         return self.adapter - (self.more_of_own if layout == "service" else 0)
+
+    @property
+    def largest_file(self) -> int:
+        """Numbers per LoRA rank of an adapter's largest form in files."""
+        return self.adapter + self.more_of_blocks
 
 
 @dataclass(frozen=True)
@@ -101,13 +109,14 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     layers = [_count(layer) for layer in model.get_decoder().layers]
     all_gathered = _count(model) - sum(layers) + 2 * max(layers)
     text = nn.ModuleList([model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()])
-    more, divides = _compare_layouts(model, modules)
-    return Numbers(_count(model), _count(model) - _count(text), matrices, all_gathered, more, divides)
+    differences = _compare_layouts(model, modules)
+    return Numbers(_count(model), _count(model) - _count(text), matrices, all_gathered, *differences)
 
 
-def _compare_layouts(model: PreTrainedModel, modules: Iterable[str]) -> tuple[int, bool]:
-    """Return `more_of_own` and `divides_linears` of `Numbers`."""
+def _compare_layouts(model: PreTrainedModel, modules: Iterable[str]) -> tuple[int, bool, int]:
+    """Return `more_of_own`, `divides_linears` and `more_of_blocks` of `Numbers`."""
     hidden, more_of_own, divides_linears = model.config.get_text_config().hidden_size, 0, False
+    more_of_blocks = 0
     for name in modules:
         module = model.get_submodule(name)
         parts = service_adapters(model, name) if isinstance(module, nn.Linear) else None
@@ -117,7 +126,8 @@ def _compare_layouts(model: PreTrainedModel, modules: Iterable[str]) -> tuple[in
             if parts is not None:
                 divides_linears = True
                 more_of_own += outputs + inputs - sum(inputs + len(rows) for rows in parts.values())
-    return more_of_own, divides_linears
+                more_of_blocks += max(0, len(parts) - 1) * (outputs + inputs)
+    return more_of_own, divides_linears, more_of_blocks
 
 
 def decoder_linears(family: Family, config: PretrainedConfig, source: str) -> dict[str, tuple[int, int]]:

@@ -4,7 +4,7 @@
 the engine 10 ms more to find them in the file. In a mixture's layer all experts are one target module; a factor that
 they share is in files once, and is repeated for each when it is read. A large adapter is several files, written in
 parallel: the time goes into the system's allocation of memory. All other files have PEFT's names, and stacks of experts
-that share a factor.
+that share a factor; of exports, the adapters of parts of a linear in one of the whole.
 
 L matrices of a stacked tensor, r rank, I inputs, O outputs
 """
@@ -20,6 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from api_schemas.adapter_names import is_stack
+from api_schemas.divided_linears import from_header, parts_of_whole
+from backends.formats.part_of_whole import take_part
 from backends.protocol import ADAPTER_FILE
 
 _KEY, _NUM_FILES = "stacks", "stack_files"
@@ -86,7 +88,8 @@ class _File(AdapterFile, Protocol):
 
 @contextmanager
 def open_adapter(path: str, framework: str) -> Iterator[AdapterFile]:
-    """Open an adapter as `safe_open` does: tensors named as in PEFT's form, but those of a layer's experts in one."""
+    """Open an adapter as `safe_open` does: tensors named as in PEFT's form, but those of a layer's experts in one, and
+    those of a divided linear apart."""
     with ExitStack() as opened:
         first = opened.enter_context(safe_open(path, framework=framework))
         if _KEY not in (first.metadata() or {}):
@@ -103,13 +106,21 @@ class _PlainAdapter:
 
     def __init__(self, file: _File) -> None:
         self._file = file
+        self._divided = from_header(file.metadata())
+        self._wholes: dict[str, str | None] = {}
+        """Names of all tensors, with that in the file of the divided linear which they are a part of."""
+        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            parts = parts_of_whole(name, self._divided)
+            self._wholes |= dict.fromkeys(parts, name) if parts else {name: None}
 
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
-        return self._file.keys()
+        return list(self._wholes)
 
     def get_tensor(self, name: str) -> Tensor:
         """Read a tensor; one that experts share for each of them."""
+        if (whole := self._wholes.get(name)) is not None:
+            return take_part(name, whole, self._file.get_tensor, self._divided).contiguous()
         tensor = self._file.get_tensor(name)
         if not is_stack(name) or len(tensor) != 1:
             return tensor

@@ -5,6 +5,7 @@ pytest tests/contract/test_service_layout.py
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from tests.trainers import (
     trained,
     trainer,
 )
+from tinker_server.weights import export
 
 KINDS: dict[str, Callable[[Path], Path]] = {
     "Qwen3.5": make_tiny_qwen3_5,
@@ -193,13 +195,16 @@ async def test_the_engine_scores_the_services_modules_as_the_trainer(
     rank = trained(trainer(source, dtype=dtype), ADAPTERS)
     for name in ADAPTERS:
         rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
+        rank.save_sampler_weights(name, tmp_path / f"{name}-export" / export.PEFT, for_elsewhere=True)
+        export.write_both_forms(tmp_path / f"{name}-export")
+    directories = [(name, tmp_path / f"{name}{form}") for name in ADAPTERS for form in ("", f"-export/{export.PEFT}")]
     running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype), fork_sampler)
     await running.start()
     try:
         differences = []
-        for name, item in [(name, item) for name in ADAPTERS for item in data_for(renderer, 3)]:
+        for (name, directory), item in product(directories, data_for(renderer, 3)):
             asked = request(item.model_input, {"max_tokens": 1}, prompt_logprobs=True)
-            response = await sample(running, asked, tmp_path / name)
+            response = await sample(running, asked, directory)
             ids = renderer.render(item.model_input, "datum").token_ids_T
             inputs = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}
             (expected,) = logprobs(rank, [Datum(model_input=item.model_input, loss_fn_inputs=inputs)], name)

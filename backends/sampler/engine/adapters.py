@@ -1,6 +1,7 @@
 """Saved adapters in the engine's slots: many at a time, each compared with what the trainer scored with it."""
 
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from api_schemas.divided_linears import from_header
 from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import AdapterFile, other_files
 from backends.inputs.rendering import Renderer
@@ -59,6 +61,8 @@ class AdapterLoader:
         try:
             with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
                 link_each(source, directory, other_files(file.metadata()))
+                if from_header(file.metadata()):
+                    _take_out_patterns(directory / ADAPTER_CONFIG_FILE)
                 load_check = LoadCheck.from_metadata(file.metadata())
                 if load_check is None:  # else the trainer has checked it
                     _check_finite(file)
@@ -111,6 +115,14 @@ def link_each(source: Path, directory: Path, names: Iterable[str]) -> None:
             raise InvalidInput("the sampler weights no longer exist") from None
         except OSError:
             shutil.copyfile(source / name, directory / name)
+
+
+def _take_out_patterns(config_file: Path) -> None:
+    """Rewrite a linked config without the ranks of divided linears, whose parts are read apart: the engine would refuse
+    some as higher than its own."""
+    config = json.loads(config_file.read_text()) | {"rank_pattern": {}, "alpha_pattern": {}}
+    config_file.unlink()
+    config_file.write_text(json.dumps(config))
 
 
 def _check_finite(file: AdapterFile) -> None:

@@ -70,7 +70,9 @@ class LoraFiles:
         """Load a saved adapter; the gradient is cleared, and without its state the optimizer starts afresh."""
 
         def read() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            weights = read_adapter(directory, model.tensors, has_tower=model.config.train_vision)
+            weights = read_adapter(
+                directory, model.tensors, has_tower=model.config.train_vision, divided=model.divided_linears
+            )
             return weights, checkpoint_files.read_optimizer(directory) if with_optimizer else {}
 
         weights, moments = on_rank_zero(read, self._world) or ({}, {})

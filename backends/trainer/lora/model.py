@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from api_schemas.adapter_names import EXPERT_MATRICES
+from api_schemas.divided_linears import DividedLinear, to_header
 from api_schemas.training import AdamParams, Layout, Trainable
 from backends.families.family import LoraFlag
 from backends.formats.stacked_adapters import TargetModules
@@ -67,6 +68,8 @@ class Group:
     """Matrices of A, and of B, in the tensors of each name, if these have three dimensions."""
     expert_matrix: str | None = None
     """PEFT's name of this matrix of an expert, if the tensors have three dimensions."""
+    divided: tuple[str, DividedLinear] | None = None
+    """The linear of which the adapters are a part, by the last part of its name."""
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -210,7 +213,12 @@ class LoraModel:
         """What the header of a file says of the names of `tensors`."""
         groups = [stack.group for stack in self.stacks if stack.group.expert_matrix is not None]
         matrices = {group.names[0].rpartition(".")[2]: group.expert_matrix for group in groups}
-        return {EXPERT_MATRICES: json.dumps(matrices)} if matrices else {}
+        return ({EXPERT_MATRICES: json.dumps(matrices)} if matrices else {}) | to_header(self.divided_linears)
+
+    @property
+    def divided_linears(self) -> dict[str, DividedLinear]:
+        """Linears of whose rows the model has adapters in parts, by the last parts of their names."""
+        return dict(stack.group.divided for stack in self.stacks if stack.group.divided is not None)
 
     def stacked(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """Stack what `named` gave, on its own device: the whole tensor of which `parameters[index]` is a shard."""

@@ -3,20 +3,25 @@
 Every tensor must be one of the model's, by its exact name: a tensor that is taken for another, or left out, gives wrong
 numbers without an error. The header is checked before a tensor is read. Factors that experts share are read for models
 whose experts share them, also from files that repeat them for each expert; for models whose experts have adapters of
-their own they are repeated.
+their own they are repeated. Adapters of parts of a linear are read from an adapter of the whole, too, if it is of their
+blocks (`api_schemas/divided_linears.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from api_schemas.adapter_names import expert_stack, is_stack, tinker_name
+from api_schemas.divided_linears import DividedLinear, parts_of_whole
+from backends.formats.part_of_whole import take_part
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.lora.linear import ALPHA
-from backends.trainer.lora.saved_config import read_config
+from backends.trainer.lora.saved_config import SavedConfig, read_config
 
 _DTYPES = ("F32", "F16", "BF16")
 _OF_BASE = ".base_layer."
@@ -25,11 +30,17 @@ _MAX_NAMES = 3
 """Names in one error."""
 
 
-def read_adapter(directory: Path, own: Mapping[str, Tensor], *, has_tower: bool) -> dict[str, Tensor]:
+def read_adapter(
+    directory: Path,
+    own: Mapping[str, Tensor],
+    *,
+    has_tower: bool,
+    divided: Mapping[str, DividedLinear] = MappingProxyType({}),
+) -> dict[str, Tensor]:
     """Return an adapter's tensors under the names of a model's `own`, scaled to the alpha of all models.
 
-    Only files of PEFT's names can have a tower. Raises InvalidInput if they are not this model's, or the directory is
-    gone.
+    `divided`: linears in parts, by the last parts of their names. Only files of PEFT's names can have a tower. Raises
+    InvalidInput if they are not this model's, or the directory is gone.
     """
     if not (directory / ADAPTER_FILE).exists():
         raise InvalidInput(f"the checkpoint has no {ADAPTER_FILE}: it was deleted, or is no adapter")
@@ -38,32 +49,71 @@ def read_adapter(directory: Path, own: Mapping[str, Tensor], *, has_tower: bool)
         with safe_open(directory / ADAPTER_FILE, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
             found = {name for name, part in slices.items() if not _is_placeholder(name, part.get_shape(), own)}
-            experts = _experts_of_stacks(found, own)
-            joined = {name for names in experts.values() for name in names.values()}
-            stacks = _names_in_file((found - joined) | experts.keys(), list(own), has_tower=has_tower)
+            wholes = {part: whole for whole in found for part in parts_of_whole(whole, divided) if part in own}
+            others = _OtherForms(_experts_of_stacks(found, own), wholes)
+            stacks = _names_in_file(others.rename(found), list(own), has_tower=has_tower)
             for name in found:
-                _check_header(name, slices[name].get_dtype(), slices[name].get_shape(), config.rank)
+                num_parts = len(parts_of_whole(name, divided)) if name in wholes.values() else 1
+                _check_header(name, slices[name].get_dtype(), slices[name].get_shape(), config, num_parts)
+
+            def scale(name: str) -> Tensor:
+                tensor: Tensor = file.get_tensor(name)
+                factor = _scale_of_b(name, config) if name.endswith(".lora_B.weight") else 1
+                return tensor if factor == 1 else tensor.to(torch.float32) * factor
 
             def read(name: str) -> Tensor:
-                if name in experts:
-                    parts = {number: file.get_tensor(part) for number, part in experts[name].items()}
+                if name in others.experts:
+                    parts = {number: scale(part) for number, part in others.experts[name].items()}
                     return _join_experts(name, parts, own)
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
+                return take_part(name, wholes[name], scale, divided) if name in wholes else scale(name)
 
             tensors = dict(_under_own_names(stacks, ((name, read(name)) for name in stacks), own))
     except SafetensorError as error:
         raise InvalidInput(f"{ADAPTER_FILE} is no safetensors file: {error}") from None
-    if config.alpha != ALPHA:
-        for name in [name for name in tensors if name.endswith(".lora_B.weight")]:
-            tensors[name] = tensors[name].to(torch.float32) * (config.alpha / ALPHA)
     return tensors
 
 
-def _check_header(name: str, dtype: str, shape: Sequence[int], rank: int) -> None:
-    """Raise InvalidInput for a tensor of another type, or of another rank than the config says."""
+class _OtherForms(NamedTuple):
+    """Tensors that a file has in another form than the model."""
+
+    experts: Mapping[str, Mapping[int, str]]
+    """Names of those of single experts, by the name of their stack."""
+    wholes: Mapping[str, str]
+    """Names of those of whole linears, by the name of each part."""
+
+    def rename(self, found: set[str]) -> set[str]:
+        """Return the names that a file's tensors have in the model's form. Raises InvalidInput if one is there in both
+        forms."""
+        others = {*self.wholes.values()}.union(*(names.values() for names in self.experts.values()))
+        names = self.experts.keys() | self.wholes.keys()
+        if twice := _some(found & names):
+            raise InvalidInput(f"{ADAPTER_FILE} has {twice} twice: alone, and with others in another form")
+        return (found - others) | names
+
+
+def _scale_of_b(name: str, config: SavedConfig) -> float:
+    """Return by what a B is multiplied so that the scale of all models gives the config's."""
+    module = _module(name)
+    return config.alpha_of(module) / ALPHA * (config.rank / config.rank_of(module))
+
+
+def _module(name: str) -> str:
+    """Return the name in the base of the module whose adapter a tensor is of."""
+    return name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+
+
+def _check_header(name: str, dtype: str, shape: Sequence[int], config: SavedConfig, num_parts: int) -> None:
+    """Raise InvalidInput for a tensor of another type, or of another rank than the config says, or an adapter of so
+    many parts has."""
     if dtype not in _DTYPES:
         raise InvalidInput(f"{name} is of type {dtype}; {', '.join(_DTYPES)} are taken")
+    rank = config.rank_of(_module(name))
+    if rank != num_parts * config.rank:
+        needed = "r" if num_parts == 1 else f"{num_parts} times r, as many as it has adapters of its rows here"
+        raise InvalidInput(
+            f"{ADAPTER_CONFIG_FILE}: rank_pattern and r {config.rank} give {name} the rank {rank}; it must have"
+            f" {needed}"
+        )
     if len(shape) < 2 or shape[-2 if ".lora_A." in name else -1] != rank:
         raise InvalidInput(
             f"{ADAPTER_CONFIG_FILE}: r is {rank}, but {name} has shape {tuple(shape)}: the LoRA ranks differ"

@@ -5,15 +5,17 @@ fields that do not are listed, and every other one is refused if it is set.
 """
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from api_schemas.adapter_names import NOT_FOR_PEFT
 from backends.protocol import ADAPTER_CONFIG_FILE, InvalidInput
 
-READ = frozenset({"r", "lora_alpha"})
+READ = frozenset({"r", "lora_alpha", "rank_pattern", "alpha_pattern"})
 HARMLESS = frozenset(
     {
         # Where it is from. The base of an upload is compared by the server, which knows the base's other names.
@@ -54,8 +56,6 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "layers_to_transform": ([],),
     "layers_pattern": ([], ""),
     "layer_replication": ([],),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "trainable_token_indices": (),
     "alora_invocation_tokens": (),
     "megatron_config": (),
@@ -75,12 +75,34 @@ _REMEDIES = {
 }
 
 
+_MOST_PATTERNS = 64
+_PLAIN_PATTERN = re.compile(r"[\w.]{1,200}")
+"""Another regular expression could take hours."""
+
+
 @dataclass(frozen=True)
 class SavedConfig:
     """What a config says about an adapter that is a plain product of A and B."""
 
     rank: int
     alpha: float
+    ranks: Mapping[str, float] = field(default_factory=dict)
+    """Ranks of some modules, by PEFT's patterns of their names."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module, by its name in the base."""
+        return int(_first_match(self.ranks, module, self.rank))
+
+    def alpha_of(self, module: str) -> float:
+        """Return the alpha of a module."""
+        return _first_match(self.alphas, module, self.alpha)
+
+
+def _first_match(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+    """Return the value of the first pattern that ends the module's name at a dot, as PEFT finds it."""
+    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(found, otherwise)
 
 
 def read_config(directory: Path) -> SavedConfig:
@@ -91,14 +113,31 @@ def read_config(directory: Path) -> SavedConfig:
         raise InvalidInput(f"the checkpoint has no readable {ADAPTER_CONFIG_FILE}") from None
     if not isinstance(config, dict):
         raise InvalidInput(f"{ADAPTER_CONFIG_FILE} is no JSON object")
-    for field, value in config.items():
-        _require_known(field, value)
+    for name, value in config.items():
+        _require_known(name, value)
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: r {reprlib.repr(rank)} is not an integer from 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
-        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: lora_alpha {reprlib.repr(alpha)} is not a number above 0")
-    return SavedConfig(rank, float(alpha))
+    ranks, alphas = (_read_patterns(config, name) for name in ("rank_pattern", "alpha_pattern"))
+    for name, value in {"r": rank, **{f"rank_pattern of {module}": own for module, own in ranks.items()}}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: {name} {reprlib.repr(value)} is not an integer from 1")
+    for name, value in {"lora_alpha": alpha, **{f"alpha_pattern of {key}": own for key, own in alphas.items()}}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: {name} {reprlib.repr(value)} is not a number above 0")
+    return SavedConfig(rank, float(alpha), ranks, alphas)
+
+
+def _read_patterns(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the values of some modules. Raises InvalidInput."""
+    found = config.get(name) or {}
+    if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
+        raise InvalidInput(f"{ADAPTER_CONFIG_FILE}: {name} is no object of at most {_MOST_PATTERNS} modules")
+    for module in found:
+        if not _PLAIN_PATTERN.fullmatch(module):
+            raise InvalidInput(
+                f"{ADAPTER_CONFIG_FILE}: {name} {reprlib.repr(module)} is not supported: only a name of letters,"
+                " digits, _ and . is"
+            )
+    return found
 
 
 def _require_known(field: str, value: object) -> None:

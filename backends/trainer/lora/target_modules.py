@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from api_schemas.divided_linears import DividedLinear
 from api_schemas.training import Layout
 from backends.families.family import LoraFlag
 from backends.families.lora_names import EXPERT_STACKS, UNGATED_STACKS, name_in_files, service_adapters
@@ -37,6 +38,8 @@ class _Target(NamedTuple):
     names: list[str]
     """Of the tensors."""
     adapters: LinearAdapters | ExpertAdapters
+    divided: tuple[str, DividedLinear] | None = None
+    """The linear of which these are rows, by the last part of its name."""
 
 
 def replace_modules(
@@ -53,17 +56,18 @@ def replace_modules(
             names = [name_in_files(model, own_name) for own_name in target.names]
             in_order += names
             shapes = (target.adapters.matrix_shape, target.adapters.num_matrices)
-            member = _Target(name_in_files(model, target.name), names, target.adapters)
+            member = target._replace(name=name_in_files(model, target.name), names=names)
             found.setdefault(_Kind(flags[name], matrix, layout, *shapes), []).append(member)
     positions = {name: position for position, name in enumerate(in_order)}
     return [_group(kind, members, positions, model) for kind, members in found.items()]
 
 
 def _group(kind: _Kind, members: list[_Target], positions: Mapping[str, int], model: PreTrainedModel) -> Group:
-    target_names, names_by_target, targets = zip(*members, strict=True)
+    target_names, names_by_target, targets, divided = zip(*members, strict=True)
+    assert all(each == divided[0] for each in divided), "linears of equal names have equal rows"
     names = tuple(name for own_names in names_by_target for name in own_names)
     places = tuple(positions[name] for name in names)
-    group = Group(kind.flag, names, targets, target_names, places, kind.layout)
+    group = Group(kind.flag, names, targets, target_names, places, kind.layout, divided=divided[0])
     if kind.layout == "service" and isinstance(members[0].adapters, ExpertAdapters):
         expert_matrix = name_in_files(model, f".{kind.name}").removeprefix(".")
         group = replace(group, num_matrices=kind.num_matrices, expert_matrix=expert_matrix)
@@ -81,8 +85,10 @@ def _replace_linear(model: PreTrainedModel, name: str, scales: TokenScales) -> I
     linear = LoraLinear(model.get_submodule(name), scales, [] if parts is None else list(parts.values()))
     setattr(model.get_submodule(parent), last, linear)
     yield last, None if parts is None else "own", _Target(name, [name], linear.whole)
+    rows = {part.rpartition(".")[2]: (own.begin, own.end, own.num_blocks) for part, own in (parts or {}).items()}
+    divided = last, DividedLinear(linear.whole.matrix_shape[0], rows)
     for part, adapters in zip(parts or (), linear.parts, strict=True):
-        yield part.rpartition(".")[2], "service", _Target(part, [part], adapters)
+        yield part.rpartition(".")[2], "service", _Target(part, [part], adapters, divided)
 
 
 def _replace_experts(model: PreTrainedModel, name: str, scales: TokenScales) -> Iterator[_Found]:
