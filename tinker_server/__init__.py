@@ -1,6 +1,5 @@
 """The HTTP server that tinker SDK clients talk to."""
 
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,4 +21,3 @@ def _require_neighbours() -> None:
 
 
 _require_neighbours()
-VERSION = version("tinker-server")

@@ -12,12 +12,12 @@ import shtab
 from pydantic import ValidationError
 
 from backends.config import BackendConfig
-from tinker_server import VERSION
 from tinker_server.auth import key_uses, keys
 from tinker_server.auth.key import SCOPES
 from tinker_server.commands.tables import keys_table, show
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
+from tinker_server.release import release
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import described, from_environment, from_file, merged
 
@@ -35,7 +35,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tinker-server", description="A self-hosted server for the tinker SDK.")
-    parser.add_argument("--version", action="version", version=f"tinker-server {VERSION}")
+    parser.add_argument("--version", action="version", version=f"tinker-server {release().label}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; all others override it")
     common.add_argument("--data-dir", type=Path, help="database, checkpoints, scratch files (tinker-data)")

@@ -10,7 +10,6 @@ import logging
 import socket
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
 from tinker_server.models import admission
+from tinker_server.release import release
 from tinker_server.routes import health
 from tinker_server.web import connections, http
 
@@ -90,8 +90,7 @@ def test_every_route_but_health_and_signed_links_asks_for_a_key(guarded: Running
 
 
 def test_health_and_version_are_told_without_a_key(guarded: Running) -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for path, said in (("/health", {"status": "ok"}), ("/version", {"version": project["version"]})):
+    for path, said in (("/health", {"status": "ok"}), ("/version", release()._asdict())):
         assert answer_to(guarded, f"GET {path}") == (200, json.dumps(said, separators=(",", ":")))
         assert answer_to(guarded, f"POST {path}")[0] == 405
 

@@ -28,7 +28,7 @@ from tests.factories import present
 from tests.fake_server import Running
 from tests.fakes import FakeBackend
 from tests.servers import KEY, MODEL
-from tinker_server import VERSION
+from tinker_server.release import release
 from tinker_server.web import connections
 from tinker_server.web.connections import Connections
 
@@ -131,7 +131,7 @@ def test_probes_are_answered_at_once_and_say_what_starts(starting: Starting) -> 
         assert "secret" not in unready.text
         assert httpx.head(url, timeout=20).status_code == 503
     version = httpx.get(f"{server.url}/version", timeout=20)
-    assert version.status_code == 200 and version.json() == {"version": VERSION}
+    assert version.status_code == 200 and version.json() == release()._asdict()
     starting.finish()
     assert httpx.get(f"{server.url}/version").json() == version.json()
     for url in (f"{server.url}/health", f"{server.url}/api/v1/healthz"):

@@ -26,6 +26,7 @@ from tests.fake_server import Running
 from tinker_server.__main__ import may_pass
 from tinker_server.command_line import parse, read_settings
 from tinker_server.errors import DatabaseUnavailable, StartDelayed, StartFailed, Superseded
+from tinker_server.release import Release, find
 from tinker_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +35,10 @@ KUBERNETES = "1.31"
 SHELL = {"MODEL": "a/b=org/name", "RAY_ADDRESS": "10.0.0.1:6379", "head": "10.0.0.1", "SLURM_JOB_NUM_NODES": "2"}
 """Values for variables of the scripts' commands."""
 PROJECT: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-IMAGE = f"tinker-server:{PROJECT['version']}"
+IMAGE = "tinker-server:${TAG:?}"
+"""The image in compose; `.env` has the tag."""
 RAY = PROJECT["optional-dependencies"]["cluster"][0].removeprefix("ray==").removesuffix(".*")
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 
 
@@ -72,7 +75,7 @@ def test_compose_is_whole() -> None:
             elif not source.startswith((".", "$")):
                 assert source in compose["volumes"]
     server = services["server"]
-    assert (ROOT / "Dockerfile").is_file() and (DEPLOY / server["build"]).resolve() == ROOT
+    assert (ROOT / "Dockerfile").is_file() and (DEPLOY / server["build"]["context"]).resolve() == ROOT
     understood(server["command"])
     check_database(server["environment"]["TINKER_SERVER_DATABASE_URL"], "postgres", services)
     drain_s = float(server["environment"]["TINKER_SERVER_DRAIN_S"])
@@ -106,6 +109,33 @@ def test_the_unit_starts_a_server_again_whose_failure_may_pass() -> None:
     assert may_pass(StartDelayed("")) and may_pass(Unavailable("")) and may_pass(DatabaseUnavailable(""))
     assert not any(map(may_pass, (StartFailed(""), BackendFailed(""), Superseded(""))))
     assert os.EX_TEMPFAIL != 2
+
+
+@pytest.mark.parametrize(("extra", "suffix"), [("gpu", ""), ("cpu", "-cpu")])
+def test_the_image_is_built_with_version_and_commit_in_its_tag(extra: str, suffix: str, tmp_path: Path) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    docker.chmod(0o755)
+    found = find(ROOT)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    command = ["make", "--no-print-directory", "image", f"EXTRA={extra}"]
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
+    )
+    words = built.stdout.splitlines()[-10:]
+    assert words[0] == "build" and words[-3:] == ["--tag", f"tinker-server:{found.tag}{suffix}", "."]
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    assert given == {"EXTRA": extra, "VERSION": found.version, "COMMIT": found.commit}
+    arguments = set(re.findall(r"(\w+)(?:=\S+)?", " ".join(re.findall(r"^ARG (.*)$", DOCKERFILE, re.MULTILINE))))
+    assert given.keys() <= arguments
+
+
+def test_the_image_writes_the_file_that_the_server_reads(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^RUN (.*build\.json)$", DOCKERFILE, re.MULTILINE)
+    (tmp_path / "tinker_server").mkdir()
+    given = {"VERSION": "1.2.3", "COMMIT": "abcdef012", "PATH": os.environ["PATH"]}
+    subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=given, check=True)
+    assert find(tmp_path) == Release("1.2.3", "abcdef012")
 
 
 def test_every_manifest_obeys_the_schema_of_kubernetes() -> None:
@@ -147,11 +177,20 @@ def test_services_of_compose_are_bounded_in_memory_and_logs() -> None:
             assert (service["pull_policy"], service["cap_drop"]) == ("never", ["ALL"])
 
 
-def test_all_files_name_this_version_of_the_image_and_one_version_of_postgresql() -> None:
+def test_no_file_names_a_tag_of_the_image_that_a_later_build_would_take() -> None:
+    """Each has the tag of `release.py`, with version and commit: by `.env`, or put in by sed."""
     texts = {path: path.read_text() for path in [*FILES, ROOT / "Dockerfile", ROOT / "docs/operating.md"]}
-    named = {(path.name, tag) for path, text in texts.items() for tag in re.findall(r"tinker-server:(\d[\w.]*)", text)}
-    assert {tag for _, tag in named} == {IMAGE.partition(":")[2]}
-    assert {name for name, _ in named} >= {"compose.yaml", "kubernetes.yaml", "Dockerfile"}
+    named = {
+        (path.name, tag) for path, text in texts.items() for tag in re.findall(r"image: tinker-server:(\S+)", text)
+    }
+    assert named == {("compose.yaml", "${TAG:?}"), ("kubernetes.yaml", "TAG"), ("kuberay.yaml", "TAG")}
+    assert not [path for path, text in texts.items() if re.search(r"tinker-server:(\d|latest)", text)]
+    for name in ("kubernetes.yaml", "kuberay.yaml"):
+        assert f'sed "s/tinker-server:TAG/tinker-server:$TAG/" deploy/{name} | kubectl' in (DEPLOY / name).read_text()
+
+
+def test_one_version_of_postgresql_is_named() -> None:
+    texts = {path: path.read_text() for path in [*FILES, ROOT / "Dockerfile", ROOT / "docs/operating.md"]}
     versions = {tag for text in texts.values() for tag in re.findall(r"\bpostgres(?:ql-client)?[:-](\d+)", text)}
     assert versions == {"17"}
 
@@ -166,7 +205,9 @@ def test_the_images_context_has_what_its_steps_read() -> None:
         return bool(found) and found[-1].startswith("!")
 
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    read = set(re.findall(r"\.ci/\w+\.\w+", (ROOT / ".ci/install.sh").read_text())) | {"pyproject.toml", "LICENSE"}
+    read = set(re.findall(r"\.ci/\w+\.\w+", (ROOT / ".ci/install.sh").read_text())) | {
+        *("pyproject.toml", "setup.py", "LICENSE", "README.md", "CHANGELOG.md")
+    }
     assert ".ci/torchvision_shim.py" in read and {name for name in read if not is_sent(name)} == set()
     packages = tuple(f"{name}/" for name in ("api_schemas", "backends", "migrations", "tinker_server"))
     assert {name for name in listed if is_sent(name)} - read == {name for name in listed if name.startswith(packages)}

@@ -20,6 +20,8 @@ COMPARED = {
     "models": "test_models_page.py",
     "hardware": "test_hardware_page.py",
     "proto": "test_make_targets.py",
+    "wheel": "test_wheel.py",
+    "image": "test_deploy.py",
 }
 """Unit tests that do what the target does, and compare."""
 COLLECTED = ("test-fast", "chaos", "conformance", "pictures", "acceptance")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.factories import present
+from tinker_server.release import release
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +22,19 @@ def test_the_workflow_runs_ci_on_every_supported_python() -> None:
     first, behind = (int(minor) for minor in present(re.fullmatch(r">=3\.(\d+),<3\.(\d+)", supported)).groups())
     assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(first, behind)]
     assert job["steps"][-1]["run"] == ".ci/run"
+
+
+def test_a_tag_builds_the_wheel_and_both_images_and_installs_the_wheel_on_every_supported_python() -> None:
+    workflow, ci = (yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text()) for name in ("release", "ci"))
+    jobs = workflow["jobs"]
+    assert workflow[True] == {"push": {"tags": ["v[0-9]*"]}}  # YAML 1.1 reads `on` as true
+    assert jobs["install"]["strategy"]["matrix"] == ci["jobs"]["test"]["strategy"]["matrix"]
+    assert jobs["image"]["strategy"]["matrix"]["extra"] == ["gpu", "cpu"]
+    for name, made in (("wheel", "make wheel"), ("image", "make image EXTRA=${{ matrix.extra }}")):
+        checkout, *steps = jobs[name]["steps"]
+        assert checkout["with"] == {"fetch-depth": 0}, "the version is counted from the tag"
+        assert made in [step.get("run") for step in steps]
+    assert set(jobs["publish"]["needs"]) == {"install", "image"}
 
 
 @pytest.mark.parametrize(
@@ -51,8 +65,8 @@ def test_hooks_and_templates_are_whole() -> None:
 
 def test_the_changelog_begins_with_what_is_not_released() -> None:
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert versions[:2] == ["Unreleased", project["version"]]
+    assert versions[0] == "Unreleased" and all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions[1:])
+    assert release().version.partition("+")[0] in versions
 
 
 def test_the_glossary_is_in_the_order_of_the_alphabet() -> None:

@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from tinker_server.release import release
 from tinker_server.web.prefix import prefix_of
 
 FOLDER = Path(__file__).parent
@@ -97,6 +98,6 @@ def page(request: Request, template: str, values: Mapping[str, object], status: 
     """Render a page or a part of one. The template's `viewer` is the person signed in, or None."""
     viewer = getattr(request.state, "viewer", None)
     text = _ENVIRONMENT.get_template(template).render(
-        {"base": base_of(request), "viewer": viewer, "path": request.url.path, **values}
+        {"base": base_of(request), "viewer": viewer, "path": request.url.path, "release": release(), **values}
     )
     return HTMLResponse(text, status)

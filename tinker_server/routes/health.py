@@ -8,8 +8,8 @@ from pathlib import Path
 from fastapi import APIRouter
 
 from api_schemas.service import HealthResponse
-from tinker_server import VERSION
 from tinker_server.errors import DiskFull, StillStarting
+from tinker_server.release import release
 from tinker_server.web.deps import AppSettings
 from tinker_server.web.refusals import refused
 
@@ -35,8 +35,8 @@ async def health(settings: AppSettings) -> HealthResponse:
 
 @for_operators.get("/version")
 async def show_version() -> dict[str, str]:
-    """Return the server's version."""
-    return {"version": VERSION}
+    """Return the server's version and commit."""
+    return release()._asdict()
 
 
 def require_room(data_dir: Path) -> None:

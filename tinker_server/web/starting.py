@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinker_server import VERSION
 from tinker_server.errors import ShuttingDown, StillStarting, TinkerServerError
 from tinker_server.observability.progress import Processes
+from tinker_server.release import release
 from tinker_server.web.connections import Accounts, account_of
 from tinker_server.web.handlers import CLIENT_GONE, answer
 from tinker_server.web.http import CONNECTION_LOST
@@ -88,7 +88,7 @@ class Starting:
     def _answer_probe(self, path: str) -> JSONResponse:
         """Make the answer: the version, or that the server is alive but not ready, and what it does."""
         if path == SHOW_VERSION:
-            return JSONResponse({"version": VERSION})
+            return JSONResponse(release()._asdict())
         error = StillStarting(f"the server has been starting for {self._time() - self._began:.0f} s")
         loading = [asdict(loading) for _, loading, _ in self._processes.rows()]  # names of models are for owners alone
         body = {"detail": str(error), "error": type(error).__name__, "loading": loading}
