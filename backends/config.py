@@ -69,6 +69,9 @@ class BackendConfig(BaseModel):
     base_precision: Literal["fp8"] | None = None
     """fp8: if the files of a base are in fp8 by blocks, trainers, and engines of one GPU, keep its linears so, and
     dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are equal."""
+    gpu_memory_bytes: int | None = Field(default=None, ge=1 << 30)
+    """Memory of each GPU that the server takes in all, where others use the rest. The GPUs must be alike. If absent:
+    all of it."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass on a rank in training. A longer datum runs alone. If absent: 1024 on a CPU, 16384 on
     CUDA."""

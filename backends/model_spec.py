@@ -55,6 +55,8 @@ class Placement:
     """`trainer_fraction` of the smallest of its GPUs, into which microbatches are made to fit; 0: they are not."""
     engines: tuple[tuple[int, ...], ...] = ((),)
     """The GPUs of each engine of the sampler; none on the CPU."""
+    gpu_fraction: float = 1.0
+    """Part of each GPU that all processes of the server together may fill."""
 
 
 @dataclass(frozen=True, kw_only=True)

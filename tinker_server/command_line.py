@@ -23,7 +23,11 @@ from tinker_server.settings_sources import described, from_environment, from_fil
 
 DAY_S, MAX_DAYS = 24 * 3600, 36_500
 MIN_GIB = 0.001
-_OPTIONS = {"max_context_length": "--max-context", "kv_cache_bytes": "--kv-cache"}
+_OPTIONS = {
+    "max_context_length": "--max-context",
+    "kv_cache_bytes": "--kv-cache",
+    "gpu_memory_bytes": "--gpu-memory",
+}
 """Options that are not named as their settings."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -170,6 +174,8 @@ def _add_sizes(models: argparse.ArgumentParser) -> None:
     cache_help = "KV cache of each engine in GiB (what is left over)"
     cache = option_of("kv_cache_bytes")
     models.add_argument(cache, dest="kv_cache_bytes", type=_gib, metavar="GIB", help=cache_help)
+    memory, memory_help = option_of("gpu_memory_bytes"), "memory of each GPU to take in all, in GiB (all of it)"
+    models.add_argument(memory, dest="gpu_memory_bytes", type=_gib, metavar="GIB", help=memory_help)
 
 
 def option_of(name: str) -> str:

@@ -28,6 +28,7 @@ def require_possible(config: BackendConfig) -> None:
             "the trainer reads the routing that engines record from its own disk",
         ),
         (config.base_copies == 1, "base_copies", "1 shares memory with a trainer, and other machines have none"),
+        (config.gpu_memory_bytes is not None, "gpu_memory_bytes", "GPUs of other machines are planned as a whole"),
     ):
         if is_set:
             raise BackendFailed(f"setting backend.{name} does not go with backend.cluster: {why}; turn one of them off")

@@ -1,8 +1,13 @@
 """GPUs, ranks and engines that the settings ask for, and the refusals of those that contradict each other or the
 machine."""
 
+from collections.abc import Sequence
+
 from backends.config import BackendConfig
 from backends.protocol import BackendFailed
+
+_ALIKE = 0.01
+"""Part by which the memory of like cards may differ."""
 
 
 class Contradiction(BackendFailed):
@@ -45,6 +50,25 @@ def require_gpus(config: BackendConfig, num_gpus: int) -> None:
             f"{engines} engines (setting backend.engines) of {size} ranks (setting backend.tensor_parallel) need"
             f" {engines * size} GPUs; torch sees {num_gpus}, engines may use {sampler_gpus}"
         )
+
+
+def usable_bytes(config: BackendConfig, gpu_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return the memory of each GPU that the server may use. Raises Contradiction if the GPUs, none on a CPU, do not
+    have what the settings name, or are not alike: processes keep to a fraction of their GPU."""
+    if (limit := config.gpu_memory_bytes) is None:
+        return tuple(gpu_bytes)
+    asked = f"{limit / 2**30:.4g} GiB of each GPU (--gpu-memory, setting backend.gpu_memory_bytes)"
+    if not gpu_bytes:
+        raise Contradiction(f"{asked}: on a CPU there is no GPU; leave it out")
+    least, most = min(gpu_bytes), max(gpu_bytes)
+    if least < limit:
+        raise Contradiction(f"{asked}: a GPU has {least / 2**30:.1f} GiB; give at most that, or leave it out")
+    if most - least > _ALIKE * most:
+        raise Contradiction(
+            f"{asked}: the GPUs have {least / 2**30:.1f} to {most / 2**30:.1f} GiB; show the server GPUs of one size"
+            " alone (CUDA_VISIBLE_DEVICES), or leave it out"
+        )
+    return (limit,) * len(gpu_bytes)
 
 
 def require_slices(config: BackendConfig) -> None:

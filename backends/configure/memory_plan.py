@@ -87,10 +87,12 @@ class MemoryPlan:
 
     device: str
     totals: tuple[int, ...]
-    """Bytes of each GPU; on the CPU one number, the free main memory."""
+    """Bytes of each GPU that can be used; on the CPU one number, the free main memory."""
     demands: Mapping[str, Demand]
     layouts: Mapping[str, Layout]
     parts: tuple[MemoryPart, ...] = field(repr=False, default=())
+    wholes: tuple[int, ...] = ()
+    """Bytes of each GPU of which processes get fractions: more than `totals` where others use the rest."""
 
     def of(self, gpu: int, model: str | None = None, process: Process | None = None) -> int:
         """Return the bytes on a GPU, of all or of one model and process."""

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from backends.config import BackendConfig, MemoryPart
-from backends.configure.asked_gpus import require_gpus, require_slices, set_ranks
+from backends.configure.asked_gpus import require_gpus, require_slices, set_ranks, usable_bytes
 from backends.configure.memory_plan import (
     GIB,
     Demand,
@@ -120,10 +120,11 @@ def placement(plan: MemoryPlan, model: str) -> Placement:
     engine_gpus = {gpu for engine_gpus in layout.engines for gpu in engine_gpus}
     return Placement(
         layout.trainer,
-        min(trainer(gpu) / plan.totals[gpu] for gpu in layout.trainer),
-        min(engine(gpu) / plan.totals[gpu] for gpu in engine_gpus),
+        min(trainer(gpu) / plan.wholes[gpu] for gpu in layout.trainer),
+        min(engine(gpu) / plan.wholes[gpu] for gpu in engine_gpus),
         min(trainer(gpu) for gpu in layout.trainer),
         layout.engines,
+        min(plan.totals[gpu] / plan.wholes[gpu] for gpu in (*layout.trainer, *engine_gpus)),
     )
 
 
@@ -154,7 +155,9 @@ class _Search:
         device: Device,
     ) -> None:
         self._sizes, self._config, self._device = sizes, config, device
-        self._totals = (machine.main_bytes,) if device == "cpu" else tuple(machine.gpu_bytes)
+        usable = usable_bytes(config, () if device == "cpu" else machine.gpu_bytes)
+        self._totals = (machine.main_bytes,) if device == "cpu" else usable
+        self._largest_gpu = max(machine.gpu_bytes, default=0)
         gpus = range(len(self._totals))
         self._trainer_gpus = config.trainer_gpus or tuple(gpus)
         self._sampler_gpus = config.sampler_gpus
@@ -342,7 +345,9 @@ class _Search:
 
     def _counted(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
         parts = plan_parts(self._sizes, demands, layouts, self._device, self._config.base_copies or 2)
-        return MemoryPlan(self._device, _usable(self._totals, layouts.values()), demands, dict(layouts), parts)
+        totals = _usable(self._totals, layouts.values())
+        wholes = totals if self._config.gpu_memory_bytes is None else (self._largest_gpu,) * len(totals)
+        return MemoryPlan(self._device, totals, demands, dict(layouts), parts, wholes)
 
 
 def _usable(totals: Sequence[int], layouts: Collection[Layout]) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ def examine(config: BackendConfig, gpus: str | None = None, print_line: Callable
     found = examine_backend(config, gpus)
     for line in versions(found):
         print_line(line)
+    if config.gpu_memory_bytes is not None:
+        print_line(f"{config.gpu_memory_bytes / GIB:.1f} GiB of each GPU may be used (--gpu-memory)")
     if found.models:
         show(models(found))
     for line in (*places(found), *image_prompts(found)):

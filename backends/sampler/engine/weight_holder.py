@@ -70,6 +70,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
                 self.model = self.get_model()
             self._shared = share(_parameters(self._loaded).values())
         else:
+            torch.cuda.set_per_process_memory_fraction(self._spec.placement.gpu_fraction, self.local_rank)
             super().load_model()
         config = self.vllm_config.model_config
         with Files(Path(self._spec.directory), config.dtype, staying(config)) as files:

@@ -23,7 +23,7 @@ from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import from_file, setting_names, variable_of
 
-MAX_SETTINGS = 59
+MAX_SETTINGS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +106,11 @@ def test_an_option_is_named_as_the_parser_reads_it() -> None:
 
 def test_sizes_from_which_memory_is_planned_are_options_too() -> None:
     arguments = ["--max-context", "4096", "--max-lora-rank", "16", "--models-at-once", "2", "--kv-cache", "1.5"]
-    arguments += ["--trainer-gpus", "0,1", "--sampler-gpus", "2"]
+    arguments += ["--trainer-gpus", "0,1", "--sampler-gpus", "2", "--gpu-memory", "23.5"]
     backend = read_settings(parse(["serve", "--model", "a=org/name", *arguments])).backend
     assert (backend.max_context_length, backend.max_lora_rank, backend.models_at_once) == (4096, 16, 2)
     assert (backend.kv_cache_bytes, backend.trainer_gpus, backend.sampler_gpus) == (3 << 29, (0, 1), (2,))
+    assert backend.gpu_memory_bytes == 47 << 29
 
 
 @pytest.mark.parametrize(

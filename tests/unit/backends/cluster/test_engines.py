@@ -38,7 +38,11 @@ def served(**changes: Any) -> tuple[RemoteEngines, ModelSpec]:
 
 @pytest.mark.parametrize(
     ("setting", "why"),
-    [({"replay_routing": True}, "replay_routing"), ({"base_copies": 1}, "base_copies")],
+    [
+        ({"replay_routing": True}, "replay_routing"),
+        ({"base_copies": 1}, "base_copies"),
+        ({"gpu_memory_bytes": GIB}, "gpu_memory_bytes"),
+    ],
 )
 def test_settings_that_need_one_machine_are_refused(setting: dict, why: str) -> None:
     require_possible(BackendConfig(cluster=True))

@@ -231,6 +231,50 @@ def test_a_cache_that_does_not_hold_a_context_shortens_it_or_is_refused_with_the
         planned(GIB, 32768)
 
 
+def test_a_part_of_a_card_is_planned_as_a_card_of_that_size_and_processes_get_fractions_of_the_whole() -> None:
+    limit = int(23.5 * GIB)
+    found, small = plan("4b", "H100:2", gpu_memory_bytes=limit), plan("4b", "RTX4090:2")
+    assert (found.parts, found.demands, found.totals) == (small.parts, small.demands, small.totals)
+    ours, theirs = placement(found, "4b"), placement(small, "4b")
+    whole = machine("H100").gpu_bytes[0]
+    for of_part, of_all in (
+        (ours.trainer_fraction, theirs.trainer_fraction),
+        (ours.sampler_fraction, theirs.sampler_fraction),
+    ):
+        assert of_part * whole == pytest.approx(of_all * limit)
+    assert ours.gpu_fraction * whole == pytest.approx(limit)
+    assert theirs.gpu_fraction == 1 and ours.trainer_bytes == theirs.trainer_bytes
+
+
+@pytest.mark.parametrize("gib", [16, 23.5, 48, 80])
+def test_all_processes_together_keep_to_the_part_of_a_card(gib: float) -> None:
+    limit, whole = int(gib * GIB), machine("H200").gpu_bytes[0]
+    for name in ("4b", "8b-text", "Qwen/Qwen3.5-4B", "meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.2-1B"):
+        try:
+            found = plan(name, "H200", gpu_memory_bytes=limit)
+        except BackendFailed as refused:
+            assert re.search(r"nearest that fits: .*--gpu-memory \d+", str(refused)), name
+            continue
+        assert found.of(0) <= limit
+        ours = placement(found, name)
+        contexts = sum(one.size_bytes for one in found.parts if one.name == "context")
+        taken = (ours.trainer_fraction + ours.sampler_fraction) * whole + contexts
+        assert taken <= limit * 1.000001 and ours.gpu_fraction * whole == pytest.approx(limit)
+
+
+def test_a_part_of_a_card_is_refused_by_name_where_there_is_none_or_cards_differ() -> None:
+    config = BackendConfig(gpu_memory_bytes=30 * GIB)
+    two = Machine(64 * GIB, [80 * GIB, 48 * GIB], ["a", "b"])
+    for on, device, reason in (
+        (two, "cuda", r"--gpu-memory, setting backend.gpu_memory_bytes\): the GPUs have 48.0 to 80.0 GiB"),
+        (machine("L4"), "cuda", "a GPU has 22.0 GiB; give at most that"),
+        (Machine(64 * GIB), "cpu", "30 GiB of each GPU .*: on a CPU there is no GPU; leave it out"),
+    ):
+        with pytest.raises(BackendFailed, match=reason) as refused:
+            plan_or_suggest([shape("4b")], config, on, device)  # type: ignore[arg-type]
+        assert "nearest" not in str(refused.value)
+
+
 ONE_COPY = [("32b", "H200"), ("30b-a3b", "H200"), ("4b", "L4"), ("70b", "H100:4")]
 REFUSED = [
     ("4b", "H100", 2, {"max_context_length": 131072}),
