@@ -36,7 +36,7 @@ class SamplingParams(Request):
     @field_validator("stop")
     @classmethod
     def _is_short(cls, value: StopValue) -> StopValue:
-        texts = [value] if isinstance(value, str) else [one for one in value or () if isinstance(one, str)]
+        texts = [value] if isinstance(value, str) else [item for item in value or () if isinstance(item, str)]
         if (length := sum(map(len, texts))) > MAX_STOP_CHARACTERS:
             text = "has {length} characters; {most} are allowed"
             raise PydanticCustomError("too_long", text, {"length": length, "most": MAX_STOP_CHARACTERS})

@@ -141,7 +141,9 @@ def _require_bounds(message: pb.ForwardBackwardRequest) -> None:
     except ValueError as error:
         raise MalformedBody(str(error)) from None
     config = _config(message)
-    texts = [("loss_fn_config", one) for key, value in config.items() for one in (key, value) if isinstance(one, str)]
+    texts = [
+        ("loss_fn_config", text) for key, value in config.items() for text in (key, value) if isinstance(text, str)
+    ]
     for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn), *texts):
         if len(text) > MAX_TEXT or UNSTORABLE.search(text) is not None:
             raise MalformedBody(f"{name}: {too_long(text) or unstorable(text)}")

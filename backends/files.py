@@ -43,10 +43,10 @@ def write_private(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make a directory with all above it, durably: files synced in it later are lost if its own name is."""
-    new = [one for one in (path, *path.parents) if not one.exists()]
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode, parents=True, exist_ok=True)
-    for one in new:
-        _flush_one(one.parent)
+    for folder in new:
+        _flush_one(folder.parent)
 
 
 def flush(path: Path) -> None:

@@ -212,7 +212,7 @@ def build_services(
     usage, audit, steps, measured = UsageStore(db), AuditStore(db, records), StepStore(db), Metrics()
     client_metrics, uploads = ClientMetricStore(db), UploadFolder(settings.data_dir)
     sample_files = SampleFiles(settings.data_dir / "samples", settings.samples_disk_bytes)
-    counts = [one.held_bytes for one in (futures.rows, uploads, client_metrics, sample_files)]
+    counts = [table.held_bytes for table in (futures.rows, uploads, client_metrics, sample_files)]
     holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER, counts)
     disk = DiskAccount(holdings, futures, clock)
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
@@ -297,7 +297,7 @@ async def working(services: Services) -> AsyncIterator[None]:
     """Resume a former server's unfinished operations, run housekeeping, and at the end save the values in memory."""
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
-        await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})
+        await services.runs.delete_unanswered({operation.lane for operation in unfinished if operation.seq_id == 0})
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
         counted = (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save)

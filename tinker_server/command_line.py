@@ -125,8 +125,8 @@ def _add_operators(commands: Commands, common: argparse.ArgumentParser, served: 
         ("backup", "copy database and weights into a new directory, also while a server runs"),
         ("restore", "copy a backup into an empty data directory and database"),
     ):
-        one = commands.add_parser(name, parents=[common, served[0]], help=text)
-        one.add_argument("directory", type=Path, help="directory of the backup")
+        command = commands.add_parser(name, parents=[common, served[0]], help=text)
+        command.add_argument("directory", type=Path, help="directory of the backup")
 
 
 def _add_joining(commands: Commands) -> None:
@@ -184,7 +184,7 @@ def option_of(name: str) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(","))
+    return tuple(int(number) for number in text.split(","))
 
 
 def _gib(text: str) -> int:

@@ -113,7 +113,7 @@ def _advice(name: str, known: list[str]) -> str:
 
     def likeness(other: str) -> float:
         """Compare whole names, and last parts alone: `ranks` is near `backend.ranks`."""
-        ours, theirs = (one.removeprefix(PREFIX).replace("__", ".").lower() for one in (name, other))
+        ours, theirs = (variable.removeprefix(PREFIX).replace("__", ".").lower() for variable in (name, other))
         parts = ours.rpartition(".")[2], theirs.rpartition(".")[2]
         return max(difflib.SequenceMatcher(None, *both).ratio() for both in ((ours, theirs), parts))
 

@@ -170,14 +170,14 @@ def _strict_json(value: object) -> Iterator[bytes]:
 def _texts(value: object) -> Iterator[str]:
     match value:
         case dict():
-            for number, (key, one) in enumerate(value.items()):
+            for number, (key, item) in enumerate(value.items()):
                 yield f"{',' if number else '{'}{json.dumps(key)}:"
-                yield from _texts(one)
+                yield from _texts(item)
             yield "}" if value else "{}"
         case list():
-            for number, one in enumerate(value):
+            for number, item in enumerate(value):
                 yield "," if number else "["
-                yield from _texts(one)
+                yield from _texts(item)
             yield "]" if value else "[]"
         case _Items(length, items):
             for begin in range(0, length, _SLICE):

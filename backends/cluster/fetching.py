@@ -62,7 +62,7 @@ async def fetched(server: str, token: str, name: str, cache: Path) -> Path:
 
 async def _fetch(connection: Connection, name: str, cache: Path) -> Path:
     identity = str(connection.said["fingerprint"])
-    files = {_checked(one): int(size) for one, size in connection.said["files"].items()}
+    files = {_checked(name): int(size) for name, size in connection.said["files"].items()}
     directory, aside = cache / identity, cache / f"{identity}.part"
     if directory.is_dir():
         return directory
@@ -70,8 +70,8 @@ async def _fetch(connection: Connection, name: str, cache: Path) -> Path:
     missing = _missing(files, aside)
     _require_room(name, sum(missing.values()), aside)
     log.info("fetches %.2f GiB of %s into %s", sum(missing.values()) / _GIB, name, directory)
-    for one in missing:
-        await _fetch_file(connection, one, aside / one, files[one])
+    for file_name in missing:
+        await _fetch_file(connection, file_name, aside / file_name, files[file_name])
     aside.rename(directory)
     return directory
 
@@ -118,7 +118,7 @@ def _hashed(file: IO[bytes], num_bytes: int) -> "hashlib._Hash":
 
 def _missing(files: Mapping[str, int], aside: Path) -> dict[str, int]:
     """Return the bytes that have not arrived of each file that is not whole."""
-    there = {one.relative_to(aside).as_posix(): one.stat().st_size for one in aside.rglob("*") if one.is_file()}
+    there = {path.relative_to(aside).as_posix(): path.stat().st_size for path in aside.rglob("*") if path.is_file()}
     begun = {name: there.get(_partial(Path(name)).as_posix(), 0) for name in files.keys() - there.keys()}
     return {name: max(0, files[name] - num_bytes) for name, num_bytes in sorted(begun.items())}
 

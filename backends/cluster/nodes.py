@@ -136,7 +136,9 @@ def _on(node: str) -> NodeAffinitySchedulingStrategy:
 def _node(label: str) -> str | None:
     """Return Ray's number of the machine with that label, or that number, if it is there."""
     found = (node for node in ray.nodes() if node["Alive"])
-    return next((str(one["NodeID"]) for one in found if label in (one["NodeID"], one["Labels"].get(NODE_LABEL))), None)
+    return next(
+        (str(node["NodeID"]) for node in found if label in (node["NodeID"], node["Labels"].get(NODE_LABEL))), None
+    )
 
 
 def _name(node: dict[str, Any]) -> str:

@@ -88,15 +88,15 @@ class LocalModel:
 def make_models(found: Mapping[str, FoundModel], *, may_grow: bool = False) -> dict[str, LocalModel]:
     """Make the models, none of which has started, by public name. If they `may_grow`, other machines add engines."""
     made: dict[str, LocalModel] = {}
-    for one in found.values():
-        if one.spec.directory not in made:
-            texts = TokenTexts(Path(one.spec.directory))
-            base = BaseWeights(one.spec)
+    for model in found.values():
+        if model.spec.directory not in made:
+            texts = TokenTexts(Path(model.spec.directory))
+            base = BaseWeights(model.spec)
             trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
             start_engines = base.mapped_by(launch_sampler, they_wait=True)
             sampler = SamplerPool(base.spec, start_engines, may_grow=may_grow, score_base=trainer.score_base)
-            made[one.spec.directory] = LocalModel(one.spec, base, trainer, sampler, one.renderer, texts)
-    return {name: replace(made[one.spec.directory], spec=one.spec) for name, one in found.items()}
+            made[model.spec.directory] = LocalModel(model.spec, base, trainer, sampler, model.renderer, texts)
+    return {name: replace(made[model.spec.directory], spec=model.spec) for name, model in found.items()}
 
 
 class LocalBackend:
@@ -139,7 +139,7 @@ class LocalBackend:
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
-        return read_gpus({gpu for one in self._loaded() for gpu in one.spec.base_gpus if gpu is not None})
+        return read_gpus({gpu for model in self._loaded() for gpu in model.spec.base_gpus if gpu is not None})
 
     def nodes(self) -> list[NodeState]:
         """Implement the protocol."""

@@ -22,7 +22,7 @@ PATCHES = [
     *of_trainer.PATCHES,
     *OPERATORS,
     # Its package comes with the extra gpu.
-    *(one for one in DELTA_RULE if one.state != "absent" or torch.cuda.is_available()),
+    *(patch for patch in DELTA_RULE if patch.state != "absent" or torch.cuda.is_available()),
     *tower_patches.PATCHES,
     *linear_attention.PATCHES,
     *registry.PATCHES,
@@ -61,7 +61,7 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
         models=[_examined(model) for model in found],
         parts=parts,
-        patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in PATCHES],
+        patches=[ExaminedPatch(patch.name, patch.target, patch.state, patch.why) for patch in PATCHES],
         idle=idle,
         problem=problem,
     )

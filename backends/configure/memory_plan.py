@@ -201,8 +201,8 @@ def buffer_widths(demand: Demand, device: str) -> list[int]:
     if device == "cpu":
         return [demand.lora_rank]
     sums = [count * demand.lora_rank for count in range(1, demand.models_at_once + 1)]
-    fitting = [one for one in sums if one <= max(MAX_SUMMED_RANK, demand.lora_rank)]
-    return sorted({buffer_rank(one, demand.lora_rank) for one in (0, *fitting)})
+    fitting = [rank for rank in sums if rank <= max(MAX_SUMMED_RANK, demand.lora_rank)]
+    return sorted({buffer_rank(rank, demand.lora_rank) for rank in (0, *fitting)})
 
 
 def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:
@@ -240,7 +240,7 @@ def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
 def _holding_gpus(size: ModelSize, layout: Layout, device: str) -> set[int]:
     """Return the GPUs with a process that holds the base: all of a model's if trainer and an engine share one of them,
     and neither divides the base."""
-    divided = (len(layout.trainer) > 1 and not layout.replicates) or any(len(one) > 1 for one in layout.engines)
+    divided = (len(layout.trainer) > 1 and not layout.replicates) or any(len(engine) > 1 for engine in layout.engines)
     if device == "cpu" or divided or not size.can_be_shared:
         return set()
     trains, samples = set(layout.trainer), {engine[0] for engine in layout.engines}

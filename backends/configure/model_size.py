@@ -131,7 +131,7 @@ class ModelSize:
             if not matrix.in_tower
         ]
         others = self.numbers.base - self.numbers.tower - sum(count for _, count in matrices)
-        of_matrices = sum(-(-count // self._pieces(one, tensor_parallel)) for one, count in matrices)
+        of_matrices = sum(-(-count // self._pieces(matrix, tensor_parallel)) for matrix, count in matrices)
         return self.numbers.tower + of_matrices - (-others // tensor_parallel)
 
     def _pieces(self, matrices: LoraMatrices, tensor_parallel: int) -> int:

@@ -37,7 +37,7 @@ def plan_or_suggest(sizes: Sequence[ModelSize], config: BackendConfig, machine: 
         raise
     except BackendFailed as error:
         found = suggestions(sizes, config, machine, device)
-        flags = " or ".join(one.flag for one in found) or "nothing nearer than a smaller model"
+        flags = " or ".join(suggestion.flag for suggestion in found) or "nothing nearer than a smaller model"
         raise BackendFailed(f"{error}; nearest that fits: {flags}") from None
 
 
@@ -54,9 +54,9 @@ def suggestions(
 ) -> list[Suggestion]:
     """Return each single change that is enough, the smallest of its kind."""
 
-    def fits(one: Suggestion) -> bool:
-        changed = config.model_copy(update=one.settings)
-        on = machine if one.gpus is None else _of_cards(machine, one.gpus)
+    def fits(suggestion: Suggestion) -> bool:
+        changed = config.model_copy(update=suggestion.settings)
+        on = machine if suggestion.gpus is None else _of_cards(machine, suggestion.gpus)
         try:
             make_plan(sizes, changed, on, device)
         except BackendFailed:

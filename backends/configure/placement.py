@@ -285,12 +285,12 @@ class _Search:
         ranks = (fixed,) if fixed else range(step, len(self._trainer_gpus) + 1, step)
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
-        parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
+        parallel = [size for size in sorted(common) if size <= max(1, num_sampling)]
         parallel = [config.tensor_parallel] if config.tensor_parallel else [1] if config.base_copies == 1 else parallel
         apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
-        tries = [(r, t, one) for r in ranks for t in parallel for one in apart]
-        fitting = [one for one in tries if _num_used(*one) <= len(self._totals)]
-        yield from sorted(fitting, key=lambda one: (_num_used(*one), one[2], -one[0], one[1]))
+        tries = [(r, t, is_apart) for r in ranks for t in parallel for is_apart in apart]
+        fitting = [split for split in tries if _num_used(*split) <= len(self._totals)]
+        yield from sorted(fitting, key=lambda split: (_num_used(*split), split[2], -split[0], split[1]))
 
     def _is_whole(self, ranks: int) -> bool:
         """Return whether each of so many ranks has the whole base in any case: an only rank, and one that maps it."""
@@ -323,16 +323,16 @@ class _Search:
         """Keep the engines that are asked for, or one and all others that fit on the GPUs where they may be: those that
         are named; or those of the model's trainer, and unless its GPUs are named those without a trainer."""
         asked = self._config.engines or 1
-        layouts = {name: replace(one, engines=one.engines[:asked]) for name, one in most.items()}
+        layouts = {name: replace(layout, engines=layout.engines[:asked]) for name, layout in most.items()}
         plan = self._counted(demands, layouts)
         if self._config.engines is not None or self._device == "cpu" or plan.missing_bytes > 0:
             return plan
         free: set[int] = set()
         if not self._config.trainer_gpus:
-            free = set(self._trainer_gpus).difference(*(one.trainer for one in most.values()))
-        for name, one in most.items():
-            for engine in one.engines[1:]:
-                if not set(engine) <= set(self._sampler_gpus or {*one.trainer, *free}):
+            free = set(self._trainer_gpus).difference(*(layout.trainer for layout in most.values()))
+        for name, fullest in most.items():
+            for engine in fullest.engines[1:]:
+                if not set(engine) <= set(self._sampler_gpus or {*fullest.trainer, *free}):
                     continue
                 fuller = replace(layouts[name], engines=(*layouts[name].engines, engine))
                 larger = self._counted(demands, {**layouts, name: fuller})

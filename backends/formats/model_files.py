@@ -106,7 +106,7 @@ def tensor_bytes(directory: Path) -> dict[str, int]:
 
 def tensor_layouts(directory: Path) -> dict[str, tuple[str, list[int]]]:
     """Return the type and shape of each tensor in the safetensors files, as they name them."""
-    return {one.name: (one.dtype, one.shape) for _, one in _tensors(directory)}
+    return {tensor.name: (tensor.dtype, tensor.shape) for _, tensor in _tensors(directory)}
 
 
 def quantisation(config: PretrainedConfig) -> Mapping[str, Any] | None:

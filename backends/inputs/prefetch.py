@@ -41,8 +41,8 @@ class Prefetcher(Generic[R]):
     def cancel(self, key: str | None = None) -> None:
         """Drop this result, or without a key all."""
         with self._lock:
-            for one in list(self._results) if key is None else [key]:
-                future, _ = self._results.pop(one, (None, 0))
+            for dropped in list(self._results) if key is None else [key]:
+                future, _ = self._results.pop(dropped, (None, 0))
                 if future is not None:
                     future.cancel()
 

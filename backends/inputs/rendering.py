@@ -154,7 +154,7 @@ class Renderer:
         if vision is None:
             return
         with self._prefetcher.paused():  # or the first threads would compete with this loop
-            for key, data, span in (image for one in inputs for image in images_of(*one)):
+            for key, data, span in (image for model_input in inputs for image in images_of(*model_input)):
                 if key not in known and key not in self._in_use and self._cache.get(key) is None:
                     work = partial(self._decoded, vision, key, data)
                     self._prefetcher.start(key, vision.size_bytes(span.grid), work)
@@ -217,7 +217,7 @@ class Renderer:
     def _decoded(self, vision: Vision, key: str, data: bytes) -> RenderedImage:
         """Raises BadImage."""
         tensors = vision.process(decode(data, self._max_image_pixels))
-        pixels = {name: self._pixels(vision, one) for name, one in tensors.items() if one.dtype == torch.uint8}
+        pixels = {name: self._pixels(vision, tensor) for name, tensor in tensors.items() if tensor.dtype == torch.uint8}
         return RenderedImage(key, tensors | pixels)
 
     def _pixels(self, vision: Vision, tensor: torch.Tensor) -> torch.Tensor:

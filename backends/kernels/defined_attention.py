@@ -58,11 +58,11 @@ def require_as_defined(
     if image is not None:
         images_IF = cu_seqlens[:-1, None] + torch.arange(image.start, image.stop, device=cu_seqlens.device)
     found = attend(given, window, images_IF)
-    samples = zip(*(one.split(given.lengths) for one in (*given.qkv, given.grad_THD)), strict=True)
-    expected = [_defined([*one], grad, given.scale, window, image) for *one, grad in samples]
-    for one, parts in zip(found, zip(*expected, strict=True), strict=True):
+    samples = zip(*(tensor.split(given.lengths) for tensor in (*given.qkv, given.grad_THD)), strict=True)
+    expected = [_defined([*tensors], grad, given.scale, window, image) for *tensors, grad in samples]
+    for result, parts in zip(found, zip(*expected, strict=True), strict=True):
         wanted = torch.cat(parts)
-        error, size = (one - wanted).norm().item(), wanted.norm().item()
+        error, size = (result - wanted).norm().item(), wanted.norm().item()
         if not error < CLOSE * size + _NOTHING:
             described = "" if window is None else f" with a window of {window} tokens"
             described += "" if image is None else " and tokens of images that see each other"
@@ -78,9 +78,9 @@ def _defined(
     """Return the output [T, H, D] of one sample whose tokens see `window` tokens each, and those of `image` each other,
     and the gradients of query, key and value, for the output's gradient. Without autograd, which is off inside an
     operator."""
-    query_HTD, key_GTD, value_GTD, grad_HTD = (one.float().transpose(0, 1) for one in (*qkv, grad_THD))
+    query_HTD, key_GTD, value_GTD, grad_HTD = (tensor.float().transpose(0, 1) for tensor in (*qkv, grad_THD))
     group = len(query_HTD) // len(key_GTD)
-    key_HTD, value_HTD = (one.repeat_interleave(group, 0) for one in (key_GTD, value_GTD))
+    key_HTD, value_HTD = (tensor.repeat_interleave(group, 0) for tensor in (key_GTD, value_GTD))
     position_T = torch.arange(query_HTD.shape[1], device=query_HTD.device)
     behind_TT = position_T[:, None] - position_T
     is_hidden_TT = behind_TT < 0 if window is None else (behind_TT < 0) | (behind_TT >= window)
@@ -92,4 +92,4 @@ def _defined(
     grad_scores_HTT = scale * weights_HTT * grad_weights_HTT
     of_keys = (grad_scores_HTT.mT @ query_HTD, weights_HTT.mT @ grad_HTD)
     grad_key_GTD, grad_value_GTD = (of_key.unflatten(0, (-1, group)).sum(1) for of_key in of_keys)
-    return [one.transpose(0, 1) for one in (out_HTD, grad_scores_HTT @ key_HTD, grad_key_GTD, grad_value_GTD)]
+    return [tensor.transpose(0, 1) for tensor in (out_HTD, grad_scores_HTT @ key_HTD, grad_key_GTD, grad_value_GTD)]

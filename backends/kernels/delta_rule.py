@@ -186,8 +186,8 @@ def _require_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.S
         sample, length = slice(begin, end), end - begin
         if length > lengths[0]:
             continue
-        wanted = _by_recurrence([one[sample] for one in inputs], grad_THV[sample])
-        for part, whole in zip((one[sample].float() for one in found), wanted, strict=True):
+        wanted = _by_recurrence([tensor[sample] for tensor in inputs], grad_THV[sample])
+        for part, whole in zip((tensor[sample].float() for tensor in found), wanted, strict=True):
             # A sample of one token has no gradient of its decay.
             apart: float = ((part - whole).norm() / (whole.norm() + _SMALL * whole.numel() ** 0.5)).item()
             if not apart < _CLOSE:
@@ -200,7 +200,7 @@ def _require_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.S
 def _by_recurrence(inputs: list[Tensor], grad_THV: Tensor) -> list[Tensor]:
     """Return the output of one sample and the gradients of its inputs, in float32 and without autograd, which an
     operator's code does not have (equation 10 of arXiv 2412.06464)."""
-    query, key, value, decay, beta = floats = [one.float() for one in inputs]
+    query, key, value, decay, beta = floats = [tensor.float() for tensor in inputs]
     scale, kept = query.shape[-1] ** -0.5, decay.exp()
     outputs, states, missing = [], [query.new_zeros(*query.shape[1:], value.shape[2])], []
     for q, k, v, keep, rate in zip(query, key, value, kept, beta, strict=True):
@@ -208,7 +208,7 @@ def _by_recurrence(inputs: list[Tensor], grad_THV: Tensor) -> list[Tensor]:
         missing.append(v - (k[..., None] * state).sum(1))
         states.append(state + k[..., None] * (missing[-1] * rate[:, None])[:, None])
         outputs.append((q[..., None] * states[-1]).sum(1) * scale)
-    found = [torch.zeros_like(one) for one in floats]
+    found = [torch.zeros_like(tensor) for tensor in floats]
     grad_state = torch.zeros_like(states[0])
     for at in reversed(range(len(query))):
         q, k, keep, rate, grad_out = (
@@ -251,7 +251,7 @@ def _(_query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, *_: Tensor) -> tup
 @packed_delta_rule_backward.register_fake
 def _(_grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     query, key, value, beta, passed, *_ = tensors
-    return tuple(one.new_empty(one.shape) for one in (query, key, value, passed, beta))
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value, passed, beta))
 
 
 def _save(ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

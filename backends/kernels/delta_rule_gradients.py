@@ -27,7 +27,7 @@ def of_queries_and_keys(
     `tensors`: query, key, new values, accumulated decay (base 2), the gradients of the output and of the new values,
     and each chunk's state [R, H, K, V] and its gradient. Each token is in a chunk of `delta_rule.chunk_indices`.
     """
-    assert all(one.is_contiguous() for one in (*tensors, bounds, indices))
+    assert all(tensor.is_contiguous() for tensor in (*tensors, bounds, indices))
     query_THK, new_THV, decay_TH = tensors[0], tensors[2], tensors[3]
     (_, num_heads, size), width = query_THK.shape, new_THV.shape[2]
     of_query, of_w = torch.empty_like(query_THK), torch.empty_like(query_THK)

@@ -20,7 +20,7 @@ def plain_attention(
     """
     query, key, value = qkv
     wide = torch.promote_types(query.dtype, torch.float32)
-    key, value = (one.to(wide).repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    key, value = (tensor.to(wide).repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
     scores = scale * query.to(wide) @ key.mT
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()

@@ -163,8 +163,8 @@ def _spans(cu_seqlens: Tensor, ends: list[int], longest: int, *, split_long: boo
     lengths = [end - begin for begin, end in pairwise(ends)]
     for is_long, group in groupby(range(len(lengths)), key=lambda sample: lengths[sample] >= LONG):
         samples = list(group)
-        for one in [[sample] for sample in samples] if is_long else [samples]:
-            first, last = one[0], one[-1] + 1
+        for part in [[sample] for sample in samples] if is_long else [samples]:
+            first, last = part[0], part[-1] + 1
             cu = cu_seqlens[first : last + 1] - cu_seqlens[first]
             yield Span(ends[first], ends[last], cu, max(lengths[first:last]), is_long)
 
@@ -325,7 +325,9 @@ def _cudnn_serves(
     except RuntimeError as error:
         log.warning("cuDNN attention disabled: %s", error)
         return False
-    worst: float = max(((one - other).norm() / one.norm()).item() for one, other in zip(*found, strict=True))
+    worst: float = max(
+        ((expected - other).norm() / expected.norm()).item() for expected, other in zip(*found, strict=True)
+    )
     if not worst < CLOSE:
         log.warning("cuDNN attention disabled: relative error %.3g against FlashAttention", worst)
     return worst < CLOSE

@@ -24,7 +24,7 @@ def add_later_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return [T, H, D], and the log-sum-exp of the scores [H, T], nats, from those of causal attention. `images_IF` are
     indices of tokens, each image's in order."""
-    out_THD, lse_HT = (one.clone() for one in causal)
+    out_THD, lse_HT = (tensor.clone() for tensor in causal)
     for image_IF in images_IF.split(_AT_ONCE):
         query, key, value, out_IHFD = _of_images([*qkv, out_THD], image_IF)
         scores_IHFF, lse_IHF = _later_scores(query, key, scale), lse_HT[:, image_IF].transpose(0, 1)

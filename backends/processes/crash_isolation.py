@@ -125,12 +125,12 @@ class CrashIsolation:
 def _split(suspects: set[Suspect]) -> list[set[Suspect]]:
     """Split by owner, and one owner's into groups. Those that had not run for long at the crash come first."""
     by_owner: dict[str, set[Suspect]] = defaultdict(set)
-    for one in suspects:
-        by_owner[one.owner].add(one)
+    for suspect in suspects:
+        by_owner[suspect.owner].add(suspect)
     groups = list(by_owner.values())
     if len(groups) == 1:
-        groups = _in_groups(sorted(suspects, key=lambda one: one.ran_s), len(suspects))
-    return sorted(groups, key=lambda group: min(one.ran_s for one in group))
+        groups = _in_groups(sorted(suspects, key=lambda suspect: suspect.ran_s), len(suspects))
+    return sorted(groups, key=lambda group: min(suspect.ran_s for suspect in group))
 
 
 def _in_groups(suspects: Sequence[Suspect], num: int) -> list[set[Suspect]]:

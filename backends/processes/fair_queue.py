@@ -130,7 +130,7 @@ class FairQueue:
         queues = list(self._queues.values())
         if self._prioritized:
             queues = [queue for queue in queues if (queue.owner, queue.key) in self._prioritized]
-        return min(queues, key=lambda one: self.priority(one.owner, one.key), default=None)
+        return min(queues, key=lambda queue: self.priority(queue.owner, queue.key), default=None)
 
     def _remove_if_empty(self, queue: _Queue) -> None:
         if not queue.waiting:

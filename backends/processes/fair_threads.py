@@ -72,7 +72,7 @@ class FairThreads:
 
     def _next(self) -> tuple[str, _Work] | None:
         with self._lock:
-            owner = next((one for one in self._waiting if self._working[one] < self._of_owner), None)
+            owner = next((candidate for candidate in self._waiting if self._working[candidate] < self._of_owner), None)
             if owner is None:
                 return None
             works = self._waiting.pop(owner)

@@ -192,7 +192,7 @@ def kept_environment() -> dict[str, str | None]:
 def parents_environment() -> dict[str, str | None]:
     """Return the same variables as Ray itself was started with, in a process that it has started."""
     content = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
-    there = dict(one.partition("=")[::2] for one in content.split("\0"))
+    there = dict(variable.partition("=")[::2] for variable in content.split("\0"))
     return {name: there.get(name) for name in _CHANGED_BY_RAY}
 
 
@@ -319,8 +319,8 @@ async def _all_or_none(launches: Iterable[Awaitable[list[Child]]]) -> list[Child
     """Await one launch after the other; if one fails, end those before."""
     children: list[Child] = []
     try:
-        for one in launches:
-            children += await one
+        for launch in launches:
+            children += await launch
     except BaseException:
         await asyncio.gather(*(child.stop(grace_s=1) for child in children))
         raise

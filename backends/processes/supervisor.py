@@ -94,7 +94,8 @@ class Supervisor:
     def processes(self) -> list[ProcessState]:
         """Return the states of the processes that were started last."""
         return [
-            ProcessState(one.name, one.process.pid, not one.died.is_set(), self._num_restarts) for one in self._latest
+            ProcessState(child.name, child.process.pid, not child.died.is_set(), self._num_restarts)
+            for child in self._latest
         ]
 
     async def running(self) -> list[Child]:
@@ -190,7 +191,7 @@ class Supervisor:
 
     async def _wait_for_failure(self, children: Sequence[Child]) -> None:
         deaths = [asyncio.create_task(child.died.wait()) for child in children]
-        silences = [] if self._silence is None else [_wait_for_silence(one, self._silence) for one in children]
+        silences = [] if self._silence is None else [_wait_for_silence(child, self._silence) for child in children]
         waiting = [*deaths, *map(asyncio.create_task, silences)]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -232,7 +232,7 @@ class SamplerPool:
         starting = asyncio.create_task(engine.running())
         try:
             while not (await asyncio.wait({starting}, timeout=PATIENCE_S))[0]:
-                if engine.supervisor.num_failed_starts and any(one.is_open for one in self.engines):
+                if engine.supervisor.num_failed_starts and any(other.is_open for other in self.engines):
                     raise _Moves
             if engine.is_gone:
                 raise _Moves
@@ -247,9 +247,9 @@ class SamplerPool:
         found = await self._open()
         if request.deaths:
             owner = request.owner
-            found = [one for one in found if any(a.deaths and a.owner == owner for a in one.requests)] or found
-        by_number = {one.number: one for one in found}
-        waiting = {number: one.waiting_tokens for number, one in by_number.items()}
+            found = [engine for engine in found if any(a.deaths and a.owner == owner for a in engine.requests)] or found
+        by_number = {engine.number: engine for engine in found}
+        waiting = {number: engine.waiting_tokens for number, engine in by_number.items()}
         return by_number[self._routes.choose(pieces, waiting)]
 
     async def _open(self) -> list[EngineClient]:
@@ -257,9 +257,9 @@ class SamplerPool:
         while not (found := [engine for engine in self.engines if engine.is_open]):
             async with tasks.running(engine.opened() for engine in self.engines) as opening:
                 done, _ = await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    if not one.cancelled():  # it is where its engine has left
-                        one.result()
+                for task in done:
+                    if not task.cancelled():  # it is where its engine has left
+                        task.result()
         return found
 
     def _enter(self, owner: str) -> None:

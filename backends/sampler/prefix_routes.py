@@ -154,7 +154,7 @@ def _shortened(value: object) -> object:
     if isinstance(value, str) and len(value) > 2 * _READ_BYTES:
         return [len(value), value[:_READ_BYTES], value[-_READ_BYTES:]]
     if isinstance(value, list):
-        return [_shortened(one) for one in value]
+        return [_shortened(item) for item in value]
     if isinstance(value, dict):
-        return {key: _shortened(one) for key, one in value.items()}
+        return {key: _shortened(item) for key, item in value.items()}
     return value

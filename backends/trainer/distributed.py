@@ -271,8 +271,8 @@ def agreed_each(
             errors[key] = to_broadcast(raised).with_traceback(None)
     if world.size > 1 and largest(int(bool(errors)), world):
         # Every rank picks the same error: the request's own fault, if a rank found that.
-        everyones = [one for of_rank in gather_objects(errors, world) for one in of_rank.items()]
-        errors = dict(sorted(everyones, key=lambda one: isinstance(one[1], InvalidInput)))
+        everyones = [error for of_rank in gather_objects(errors, world) for error in of_rank.items()]
+        errors = dict(sorted(everyones, key=lambda item: isinstance(item[1], InvalidInput)))
     return {key: value for key, value in values.items() if key not in errors}, errors
 
 
@@ -303,7 +303,7 @@ def from_rank_zero(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor
     """Broadcast rank 0's CPU tensors to every rank; what the others pass is ignored."""
     if world.size == 1:
         return tensors
-    layout = gather_objects({name: (one.shape, one.dtype) for name, one in tensors.items()}, world)[0]
+    layout = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, world)[0]
 
     def buffer(name: str) -> Tensor:
         shape, dtype = layout[name]

@@ -33,8 +33,8 @@ def move(parameters: Iterable[nn.Parameter], optimizer: torch.optim.AdamW, devic
         data, gradient = parameter.data.to(device), None if parameter.grad is None else parameter.grad.to(device)
         state = optimizer.state.get(parameter, {})
         moved = {
-            kind: step_on_device(optimizer, one, data) if kind == "step" else one.to(device)
-            for kind, one in state.items()
+            kind: step_on_device(optimizer, value, data) if kind == "step" else value.to(device)
+            for kind, value in state.items()
         }
         parameter.grad = None  # it must be where its parameter is
         parameter.data, parameter.grad = data, gradient
@@ -59,7 +59,7 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
         if stepped is None or not all_finite(stepped):
             raise _not_finite(adam, norm)
         if sums_bits:
-            sums += [one.view(torch.int32).sum(dtype=torch.int64) for one in stepped]
+            sums += [tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in stepped]
         del stepped  # or it is there beside the copies of the next pieces
     fresh = {
         parameter: {"step": step_on_device(optimizer, torch.zeros(()), parameter)}
@@ -88,12 +88,14 @@ def _stepped(optimizer: torch.optim.AdamW, pieces: list[Piece]) -> list[Tensor] 
     CPU for a step size beyond float32."""
     copies = [nn.Parameter(parameter.detach().reshape(-1)[part].clone()) for parameter, part in pieces]
     trial = torch.optim.AdamW(copies, fused=optimizer.defaults["fused"])
-    trial.param_groups[0].update({key: one for key, one in optimizer.param_groups[0].items() if key != "params"})
+    trial.param_groups[0].update({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
     for copy, (parameter, part) in zip(copies, pieces, strict=True):
         assert parameter.grad is not None
         copy.grad = parameter.grad.reshape(-1)[part]
         state = optimizer.state.get(parameter, {})
-        trial.state[copy] = {key: (one.reshape(-1)[part] if one.dim() else one).clone() for key, one in state.items()}
+        trial.state[copy] = {
+            key: (value.reshape(-1)[part] if value.dim() else value).clone() for key, value in state.items()
+        }
     try:
         trial.step()
     except RuntimeError as error:
@@ -132,7 +134,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether no value is NaN or infinite. Asks for the largest magnitude: sums of finite values may
     overflow."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in (one for one in tensors if one.numel()):
+    for tensor in (tensor for tensor in tensors if tensor.numel()):
         by_device.setdefault(tensor.device, []).append(tensor.detach())
     largest = [torch.nn.utils.get_total_norm(group, float("inf")) for group in by_device.values()]
-    return all(bool(one.isfinite()) for one in largest)
+    return all(bool(number.isfinite()) for number in largest)

@@ -101,7 +101,7 @@ class TrainerRank:
     def delete_model(self, model_id: str) -> None:
         """Delete a model if it is held, with its requests."""
         model = self.models.pop(model_id, None)
-        self._requests = {number: one for number, one in self._requests.items() if one.model is not model}
+        self._requests = {number: request for number, request in self._requests.items() if request.model is not model}
         if model is not None:
             self._offloaded.discard(model)
             self._by_use.pop(model, None)
@@ -130,11 +130,11 @@ class TrainerRank:
         models offloaded, those without requests first, of these the least recently used."""
         busy = {request.model for request in self._requests.values()}
         others = sorted(self._others_on_device(besides), key=busy.__contains__)
-        return [self.base.release_graphs, *(partial(self._offload, one) for one in others)]
+        return [self.base.release_graphs, *(partial(self._offload, other) for other in others)]
 
     def _others_on_device(self, besides: LoraModel | None) -> list[LoraModel]:
         """Return the other models that are not offloaded, the least recently used first."""
-        return [one for one in self._by_use if one is not besides and one not in self._offloaded]
+        return [model for model in self._by_use if model is not besides and model not in self._offloaded]
 
     def _offload(self, model: LoraModel) -> None:
         """Move a model to the main memory, if there is room for it on all machines."""
@@ -169,9 +169,9 @@ class TrainerRank:
             return _UNLIMITED
         busy = {request.model for request in self._requests.values() if request.backward}
         others = self._others_on_device(model)
-        growing = sum(one.missing_bytes for one in others if one in busy or one.gradient != "none")
+        growing = sum(other.missing_bytes for other in others if other in busy or other.gradient != "none")
         memory.models_bytes = growing + (model.training_bytes if model in self._offloaded else model.missing_bytes)
-        held = sum(one.training_bytes - one.missing_bytes for one in others)
+        held = sum(other.training_bytes - other.missing_bytes for other in others)
         found = memory.fitting_tokens(memory.graphs_bytes + growing + held if alone else 0)
         return self._world.num_slices * min(gather_objects(found, self._world))
 
@@ -195,18 +195,20 @@ class TrainerRank:
             most = min(self._max_tokens, self._fitting_tokens)
             chosen = choose_microbatches(fitting, self._world.num_microbatches, most)
             computed = tuple({member.number for members in chosen for member in members})
-            failures |= {one.number: error for one, error in self._training_step.compute(chosen).items()}
+            failures |= {request.number: error for request, error in self._training_step.compute(chosen).items()}
         self.cancel_requests(list(failures))
         finished: list[FinishedRequest] = list(failures.items())
         done = [request for request in requests if not request.left and request.number not in failures]
         # Ranks that compute one microbatch have the same results.
-        everyones = gather_objects([one.share for one in done], self._world)[:: self._world.num_slices] if done else []
-        for one, *shares in zip(done, *everyones, strict=True):
-            del self._requests[one.number]
-            if one.backward and one.model.gradient == "none":
-                one.model.gradient = "whole"
+        everyones = (
+            gather_objects([request.share for request in done], self._world)[:: self._world.num_slices] if done else []
+        )
+        for request, *shares in zip(done, *everyones, strict=True):
+            del self._requests[request.number]
+            if request.backward and request.model.gradient == "none":
+                request.model.gradient = "whole"
             if self._world.rank == 0:
-                finished.append((one.number, one.output(shares)))
+                finished.append((request.number, request.output(shares)))
         if not self._requests:
             self.base.renderer.cancel_prefetch()
         return ComputedMicrobatch(finished, computed)
@@ -214,26 +216,30 @@ class TrainerRank:
     def _admit(self, new: Sequence[NewRequest]) -> dict[int, Exception]:
         """Decode and check new requests; return those that fail."""
         failures: dict[int, Exception] = {
-            one.number: ModelLost(f"{one.model_id} is not loaded") for one in new if one.model_id not in self.models
+            request.number: ModelLost(f"{request.model_id} is not loaded")
+            for request in new
+            if request.model_id not in self.models
         }
-        known = [one for one in new if one.number not in failures]
-        self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
-        batches, errors = agreed_each({one.number: partial(self._check, one.batch) for one in known}, self._world)
-        for one in known:
-            model = self.models[one.model_id]
+        known = [request for request in new if request.number not in failures]
+        self._keep_waiting(sum(decoding_s(len(request.batch.body)) for request in known))
+        batches, errors = agreed_each(
+            {request.number: partial(self._check, request.batch) for request in known}, self._world
+        )
+        for request in known:
+            model = self.models[request.model_id]
             self._note_use(model)
             try:
-                if one.number in errors:
-                    raise errors[one.number]
-                batch = batches[one.number]
-                fitting = self._reserve_and_count(model) if one.backward else _UNLIMITED
+                if request.number in errors:
+                    raise errors[request.number]
+                batch = batches[request.number]
+                fitting = self._reserve_and_count(model) if request.backward else _UNLIMITED
                 if fitting < max(batch.lengths):
                     fitting = self._reserve_and_count(model, alone=True)
                 plan = plan_batch(batch.lengths, self._world.num_microbatches, self._max_tokens, fitting)
-                self._requests[one.number] = BatchRequest(one, model, batch, plan)
+                self._requests[request.number] = BatchRequest(request, model, batch, plan)
             except (InvalidInput, BackendFailed) as error:
-                failures[one.number] = error.with_traceback(None)  # which holds this frame
-                if one.backward:
+                failures[request.number] = error.with_traceback(None)  # which holds this frame
+                if request.backward:
                     model.gradient = "incomplete"
         return failures
 
@@ -249,9 +255,9 @@ class TrainerRank:
     def cancel_requests(self, numbers: Sequence[int]) -> None:
         """Compute nothing more of these requests; their gradients are incomplete."""
         for number in numbers:
-            one = self._requests.pop(number, None)
-            if one is not None and one.backward:
-                one.model.gradient = "incomplete"
+            request = self._requests.pop(number, None)
+            if request is not None and request.backward:
+                request.model.gradient = "incomplete"
 
     def _check(self, batch: EncodedBatch) -> CheckedBatch:
         """Decode and check a batch. Raises InvalidInput."""

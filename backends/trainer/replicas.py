@@ -66,29 +66,29 @@ class Replicas:
         self._there.remove(replica)
         if replica in self.used:
             self._reason = f" without {replica.machine}, which has left or is lost"
-            await asyncio.gather(*(one.stop(0) for one in self._ranks_of(replica)))
+            await asyncio.gather(*(rank.stop(0) for rank in self._ranks_of(replica)))
 
     @property
     def unused(self) -> list[Replica]:
         """Machines that are there, and on which the ranks were not started last."""
-        return [one for one in self._there if one not in self.used]
+        return [replica for replica in self._there if replica not in self.used]
 
     def can_grow(self) -> bool:
         """Return whether a start now would use more machines."""
-        if found := [one for one in self.unused if one.aside_until_s <= time.monotonic()]:
-            self._reason = f", with {', '.join(one.machine for one in found)}"
+        if found := [replica for replica in self.unused if replica.aside_until_s <= time.monotonic()]:
+            self._reason = f", with {', '.join(replica.machine for replica in found)}"
         return bool(found)
 
     async def launch(self) -> list[Child]:
         """Start the processes of all ranks, none of which is ready. Raises BackendFailed, OSError."""
         self._after_failed_start()
         now_s = time.monotonic()
-        self.used = tuple(one for one in self._there if one.aside_until_s <= now_s)
+        self.used = tuple(replica for replica in self._there if replica.aside_until_s <= now_s)
         self._ranks, self._has_started = [], False
         if self.used:
-            names = ", ".join(one.machine for one in self.used)
+            names = ", ".join(replica.machine for replica in self.used)
             log.info("%s: the trainer has ranks here and on %s", self._spec.name, names)
-            others = Others(self.used[0].host, tuple(one.start for one in self.used))
+            others = Others(self.used[0].host, tuple(replica.start for replica in self.used))
             self._ranks = await self._start_ranks(self._spec, others)
         else:
             self._ranks = await self._start_ranks(self._spec, Others())
@@ -96,7 +96,7 @@ class Replicas:
 
     def specs(self) -> list[ModelSpec]:
         """Return the model's spec as each rank needs it."""
-        by_machine = (self._spec, *(one.spec for one in self.used))
+        by_machine = (self._spec, *(replica.spec for replica in self.used))
         return [spec for spec in by_machine for _ in range(spec.mesh.size)]
 
     @property
@@ -119,11 +119,11 @@ class Replicas:
         Where it was without, and not for the first time, the machine is not used for a while."""
         if not self.used:
             return None
-        waits = [asyncio.create_task(one.is_lost.wait()) for one in self.used]
+        waits = [asyncio.create_task(replica.is_lost.wait()) for replica in self.used]
         await asyncio.wait(waits, timeout=_LOSS_S, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        if lost := [one.machine for one in self.used if one.is_lost.is_set()]:
+        if lost := [replica.machine for replica in self.used if replica.is_lost.is_set()]:
             return lost[0]
         first = min(range(len(self._ranks)), key=lambda rank: self._ranks[rank].died_s)
         if first < self._spec.mesh.size or not self._ranks[first].died.is_set():
@@ -141,9 +141,9 @@ class Replicas:
 
     def _after_failed_start(self) -> None:
         """Use no machine for a while with which the ranks did not start, unless that was since one was lost."""
-        if not self._has_started and not any(one.is_lost.is_set() for one in self.used):
-            for one in self.used:
-                self._set_aside(one, "the trainer has not started with it")
+        if not self._has_started and not any(replica.is_lost.is_set() for replica in self.used):
+            for replica in self.used:
+                self._set_aside(replica, "the trainer has not started with it")
 
     def _set_aside(self, replica: Replica, why: str) -> None:
         replica.aside_until_s = time.monotonic() + ASIDE_S

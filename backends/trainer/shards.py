@@ -66,7 +66,7 @@ def sum_across(tensors: Sequence[Tensor], world: World) -> None:
     if world.num_machines == 1:
         return
     dtype = world.across_dtype
-    width = min(max(one.numel() for one in tensors), max(1, _ACROSS_BYTES // dtype.itemsize))
+    width = min(max(tensor.numel() for tensor in tensors), max(1, _ACROSS_BYTES // dtype.itemsize))
     buffer = agreed(lambda: torch.empty(width, dtype=dtype, device=tensors[0].device), world)
     for part in (part for tensor in tensors for part in tensor.view(-1).split(width)):
         sent = buffer[: len(part)].copy_(part)

@@ -71,7 +71,7 @@ class Key:
         if not is_name(name) or _HASH.fullmatch(hashed) is None or not values.keys() <= _FIELDS:
             raise ValueError(f"is not {FORM}")
         scope, role = values.get("scope", "all"), values.get("role", "")
-        created, expires = (_seconds(values.get(one)) for one in ("created", "expires"))
+        created, expires = (_seconds(values.get(name)) for name in ("created", "expires"))
         if scope not in SCOPES or role not in ("", "admin"):
             raise ValueError(f"has scope={scope} role={role}; a scope is {', '.join(SCOPES)}, and a role admin")
         if role == "admin" and scope != "all":

@@ -79,11 +79,11 @@ def _size(value: object) -> int:
 
 def _parts(value: object, where: str) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield all objects of a list and of their nested lists, the outer ones first."""
-    for index, one in enumerate(value if isinstance(value, list) else ()):
-        if isinstance(one, dict):
-            yield f"{where}.{index}", one
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, dict):
+            yield f"{where}.{index}", item
             for name in _PARTS:
-                yield from _parts(one.get(name), f"{where}.{index}.{name}")
+                yield from _parts(item.get(name), f"{where}.{index}.{name}")
 
 
 def _require_objects(value: object, where: str, most: int) -> None:
@@ -93,9 +93,9 @@ def _require_objects(value: object, where: str, most: int) -> None:
         return
     if len(value) > most:
         raise BadField(f"{where} has {len(value)} items; {most} are allowed", where.partition(".")[0])
-    for index, one in enumerate(value):
-        if not isinstance(one, dict):
-            raise BadField(f"{where}.{index} is {_named(one)}; it must be an object", where.partition(".")[0])
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise BadField(f"{where}.{index} is {_named(item)}; it must be an object", where.partition(".")[0])
 
 
 def _require_format(value: object) -> None:
@@ -119,7 +119,7 @@ def _require_stops(value: object, field: str, most: int) -> None:
 def _require_biases(value: object) -> None:
     if value is None:
         return
-    if not isinstance(value, dict) or not all(isinstance(one, int | float) for one in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(bias, int | float) for bias in value.values()):
         raise BadField("logit_bias must be an object of numbers by token id", "logit_bias")
     if len(value) > MAX_BIASES:
         raise BadField(f"logit_bias has {len(value)} tokens; {MAX_BIASES} are allowed", "logit_bias")
@@ -130,9 +130,9 @@ def _require_prompt(value: object) -> None:
     if value is None or isinstance(value, str):
         return
     if isinstance(value, list) and value:
-        if all(type(one) is int for one in value) or all(isinstance(one, str) for one in value):
+        if all(type(item) is int for item in value) or all(isinstance(item, str) for item in value):
             return
-        if all(isinstance(one, list) and all(type(token) is int for token in one) for one in value):
+        if all(isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in value):
             return
     raise BadField("prompt must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
 
@@ -140,15 +140,15 @@ def _require_prompt(value: object) -> None:
 def _patterns(value: object) -> Iterator[str]:
     """Yield all regular expressions of a schema."""
     if isinstance(value, dict):
-        for name, one in value.items():
-            if name in ("pattern", "regex") and isinstance(one, str):
-                yield one
-            elif name == "patternProperties" and isinstance(one, dict):
-                yield from one
-            yield from _patterns(one)
+        for name, item in value.items():
+            if name in ("pattern", "regex") and isinstance(item, str):
+                yield item
+            elif name == "patternProperties" and isinstance(item, dict):
+                yield from item
+            yield from _patterns(item)
     elif isinstance(value, list):
-        for one in value:
-            yield from _patterns(one)
+        for item in value:
+            yield from _patterns(item)
 
 
 def _require_quick_patterns(patterns: Mapping[str, Sequence[str]]) -> None:
@@ -192,7 +192,10 @@ def _repetition(parsed: sre_parser.SubPattern) -> int:
             count = 1 if argument[1] is sre_parser.MAXREPEAT else max(1, int(argument[1]))
         parts = argument if isinstance(argument, tuple | list) else (argument,)
         inner = [
-            _repetition(part) for one in parts for part in (one if isinstance(one, list) else [one]) if _holds(part)
+            _repetition(part)
+            for group in parts
+            for part in (group if isinstance(group, list) else [group])
+            if _holds(part)
         ]
         largest = max(largest, count * max(inner, default=1))
     return largest

@@ -177,14 +177,14 @@ def require_known(body: Mapping[str, object], shape: Shape) -> None:
 
 def is_moot(value: object, values: tuple[object, ...]) -> bool:
     """Return whether the value is among those that change nothing."""
-    return any(one is ANY or (type(one) is type(value) and one == value) for one in values)
+    return any(allowed is ANY or (type(allowed) is type(value) and allowed == value) for allowed in values)
 
 
 def _require(value: object, shape: Shape | Kinds, where: str) -> None:
     """Check an object, or the objects of a list. Other values have no fields."""
     if isinstance(value, list):
-        for index, one in enumerate(value):
-            _require(one, shape, f"{where}.{index}")
+        for index, item in enumerate(value):
+            _require(item, shape, f"{where}.{index}")
     elif isinstance(value, dict):
         _require_fields(value, shape if isinstance(shape, Shape) else _chosen(value, shape, where), where)
 
@@ -201,18 +201,18 @@ def _chosen(value: dict[str, object], kinds: Kinds, where: str) -> Shape:
 
 
 def _require_fields(value: dict[str, object], shape: Shape, where: str) -> None:
-    for name, one in value.items():
-        if one is None:
+    for name, item in value.items():
+        if item is None:
             continue
         if name in shape.fields:
             if (nested := shape.fields[name]) is not None:
-                _require(one, nested, f"{where}.{name}")
+                _require(item, nested, f"{where}.{name}")
         elif (moot := shape.without_effect.get(name)) is None:
             allowed = ", ".join(sorted(shape.fields))
             raise BadField(f"{where}.{quoted(name)} is not supported; supported are {allowed}", _root(where))
-        elif not is_moot(one, moot):
+        elif not is_moot(item, moot):
             allowed = " or ".join(map(json.dumps, moot))
-            raise BadField(f"{where}.{name} is {quoted(one)}; supported is {allowed}", _root(where))
+            raise BadField(f"{where}.{name} is {quoted(item)}; supported is {allowed}", _root(where))
 
 
 def _root(where: str) -> str:

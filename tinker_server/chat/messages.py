@@ -41,9 +41,9 @@ def text_of(arguments: object, where: str) -> str:
 
 def _objects(value: object) -> Iterator[dict[str, Any]]:
     """Yield the objects of a list."""
-    for one in value if isinstance(value, list) else ():
-        assert isinstance(one, dict)  # `require_bounded`
-        yield one
+    for item in value if isinstance(value, list) else ():
+        assert isinstance(item, dict)  # `require_bounded`
+        yield item
 
 
 def _root(where: str) -> str:

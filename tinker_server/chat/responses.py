@@ -111,7 +111,7 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
     _one_of(tool.get("type"), ("function",), f"{where}.type")
     return {
         "type": "function",
-        "function": {name: one for name, one in tool.items() if name != "type" and one is not None},
+        "function": {name: field for name, field in tool.items() if name != "type" and field is not None},
     }
 
 
@@ -136,7 +136,10 @@ def _response_format(value: Any) -> dict[str, Any] | None:
         _require_known(form, ("type",), "text.format")
     match kind:
         case "json_schema":
-            return {"type": "json_schema", "json_schema": {name: one for name, one in form.items() if name != "type"}}
+            return {
+                "type": "json_schema",
+                "json_schema": {name: field for name, field in form.items() if name != "type"},
+            }
         case "json_object":
             return {"type": "json_object"}
     return None

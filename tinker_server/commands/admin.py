@@ -35,11 +35,11 @@ def owners_table(found: dict[str, Any]) -> Table:
     names = ("owner", "keys", "runs in memory", "on disk", "device memory", "disk", "running", "waiting")
     since = found["used_since"][:16].replace("T", " ")
     table = Table(*names, "trained", "prefilled", "sampled", title=f"tokens since {since}", title_justify="left")
-    for one in found["owners"]:
-        counts = (one[name] for name in ("keys", "runs_in_memory", "runs_on_disk"))
-        sizes = (f"{one[name] / GIB:.2f} GiB" for name in ("memory_bytes", "disk_bytes"))
-        work = (one["operations_running"], one["operations_waiting"], *one["tokens"].values())
-        table.add_row(one["owner"], *map(str, counts), *sizes, *map(str, work))
+    for owner in found["owners"]:
+        counts = (owner[name] for name in ("keys", "runs_in_memory", "runs_on_disk"))
+        sizes = (f"{owner[name] / GIB:.2f} GiB" for name in ("memory_bytes", "disk_bytes"))
+        work = (owner["operations_running"], owner["operations_waiting"], *owner["tokens"].values())
+        table.add_row(owner["owner"], *map(str, counts), *sizes, *map(str, work))
     return table
 
 
@@ -48,10 +48,10 @@ def runs_table(found: dict[str, Any]) -> Table:
     title = f"runs: {found['cursor']['total_count']}"
     names = ("run", "owner", "base model", "rank", "place", "device memory", "running", "waiting", "steps", "tokens")
     table = Table(*names, title=title, title_justify="left")
-    for one in found["runs"]:
-        rank, memory = str(one["lora_rank"] or "all"), f"{one['memory_bytes'] / GIB:.2f} GiB"
-        work = (one[name] for name in ("operations_running", "operations_waiting", "steps", "tokens"))
-        table.add_row(one["run_id"], one["owner"], one["base_model"], rank, one["place"], memory, *map(str, work))
+    for run in found["runs"]:
+        rank, memory = str(run["lora_rank"] or "all"), f"{run['memory_bytes'] / GIB:.2f} GiB"
+        work = (run[name] for name in ("operations_running", "operations_waiting", "steps", "tokens"))
+        table.add_row(run["run_id"], run["owner"], run["base_model"], rank, run["place"], memory, *map(str, work))
     return table
 
 

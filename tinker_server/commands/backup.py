@@ -95,8 +95,8 @@ async def _consistent(data_dir: Path, url: str | URL, aside: Path, name: str) ->
         directories = await databases.copy(url, aside / name)
         await asyncio.to_thread(_link_all, data_dir, aside, directories)
         if not (missing := {directory for directory in directories if not (aside / directory).is_dir()}):
-            for one in set(_present(aside)) - directories:
-                shutil.rmtree(aside / one)
+            for extra in set(_present(aside)) - directories:
+                shutil.rmtree(aside / extra)
             return directories
     raise StartFailed(
         f"{len(missing)} directories of weights that the database names are missing, such as {min(missing)}:"
@@ -107,7 +107,7 @@ async def _consistent(data_dir: Path, url: str | URL, aside: Path, name: str) ->
 def _present(root: Path) -> list[str]:
     """List the directories of complete weights."""
     found = root.glob("checkpoints/*/*/*")
-    return [str(one.relative_to(root)) for one in found if one.is_dir() and not one.name.startswith(".")]
+    return [str(path.relative_to(root)) for path in found if path.is_dir() and not path.name.startswith(".")]
 
 
 def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:

@@ -86,7 +86,9 @@ async def _copy_postgresql(url: URL, target: Path) -> set[str]:
     try:
         async with engine.connect() as connection:
             snapshot = await connection.scalar(text("SELECT pg_export_snapshot()"))
-            directories = {str(one) for query in REFERENCES for one in await connection.scalars(text(query))}
+            directories = {
+                str(directory) for query in REFERENCES for directory in await connection.scalars(text(query))
+            }
             await _run("pg_dump", url, "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
     finally:
         await engine.dispose()

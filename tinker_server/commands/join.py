@@ -22,7 +22,7 @@ async def belong(arguments: argparse.Namespace) -> None:
     assert this is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-    fetched = {one: None for one in arguments.model if "=" not in one and one not in DIRECTORIES}
-    given = dict(split_model(one) for one in arguments.model if one not in fetched)
+    fetched = {name: None for name in arguments.model if "=" not in name and name not in DIRECTORIES}
+    given = dict(split_model(name) for name in arguments.model if name not in fetched)
     models = fetched | checked_models(given)
     await join(await until_answered(lambda: offer_of(name, address, token_file, arguments.data_dir, models)))

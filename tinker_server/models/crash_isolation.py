@@ -32,10 +32,10 @@ class LeftOperations:
     def isolate(self, left: list[Operation]) -> None:
         """Group what an earlier server left, before any of it begins."""
         # An unload waits for its model's other operations, so it must not be waited for by them.
-        tried = [one for one in left if one.tries and one.operation_kind != "unload_model"]
-        tried.sort(key=lambda one: one.tries or 0, reverse=True)
-        suspects = [self._suspects.setdefault(one.request_id, Suspect()) for one in tried]
-        num_latest = sum(one.tries == tried[0].tries for one in tried)
+        tried = [operation for operation in left if operation.tries and operation.operation_kind != "unload_model"]
+        tried.sort(key=lambda operation: operation.tries or 0, reverse=True)
+        suspects = [self._suspects.setdefault(operation.request_id, Suspect()) for operation in tried]
+        num_latest = sum(operation.tries == tried[0].tries for operation in tried)
         if num_latest == 1 and (tried[0].tries or 0) >= MAX_TRIES:
             suspects.pop(0).is_culprit = True
         self._isolation.isolate(suspects, num_latest)

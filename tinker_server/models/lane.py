@@ -116,18 +116,18 @@ class Lane:
         return [self.take() for _ in range(len(self.waiting))]
 
     def _settle_before(self, number: int) -> None:
-        harmless = {one for one in self.refused if one < number and self.refused[one] not in GRADIENT_KINDS}
+        harmless = {seq_id for seq_id, kind in self.refused.items() if seq_id < number and kind not in GRADIENT_KINDS}
         self.skip(number, harmless)
         for settled in (self.refused, self.busy_until_s):
-            for one in [one for one in settled if one < number]:
-                del settled[one]
+            for seq_id in [seq_id for seq_id in settled if seq_id < number]:
+                del settled[seq_id]
 
     def skip(self, number: int, harmless: Container[int] = ()) -> None:
         """Note that numbers before this one have not come; `harmless` ones change no gradient."""
         if number - self.expected > MAX_REFUSED:
             self.missing = self.missing or _lacking({number - 1})
         else:
-            self.skipped.update(one for one in range(self.expected, number) if one not in harmless)
+            self.skipped.update(seq_id for seq_id in range(self.expected, number) if seq_id not in harmless)
 
     def note(self, operation: Operation, failure_category: str | None) -> None:
         """Note that an operation has ended, well or with a failure."""
@@ -138,11 +138,11 @@ class Lane:
         """Return the seconds for which a number before the smallest that waits is still waited for; not positive
         where none is."""
         number = self.waiting_numbers[0]
-        if any(one < number for one in self.arriving):
+        if any(earlier < number for earlier in self.arriving):
             return grace_s
         if number <= max(self.expected, self.settled_below) or number <= (first := self._first_missing()):
             return 0
-        until_s = [until for one, until in self.busy_until_s.items() if first <= one < number]
+        until_s = [until for seq_id, until in self.busy_until_s.items() if first <= seq_id < number]
         return max(self.last_arrival_s + grace_s, *until_s, 0) - now_s
 
     def _first_missing(self) -> int:

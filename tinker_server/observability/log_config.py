@@ -23,9 +23,9 @@ def configure(level: str = "info", log_format: str = "text") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])  # the first call's handler stays
-    for one in logging.getLogger().handlers:
-        if isinstance(one.formatter, OneLine):
-            one.setFormatter(formatter)
+    for installed in logging.getLogger().handlers:
+        if isinstance(installed.formatter, OneLine):
+            installed.setFormatter(formatter)
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
 
@@ -63,4 +63,4 @@ def harmless(text: str) -> str:
     text = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

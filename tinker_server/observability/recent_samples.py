@@ -80,7 +80,7 @@ class Gallery:
         """Cache a sample of these weights."""
         if not self.per_owner or (size_bytes := _size_bytes(request.prompt)) is None:
             return
-        sequences = [_beginning(one) for one in itertools.islice(response.sequences, SEQUENCES)]
+        sequences = [_beginning(sequence) for sequence in itertools.islice(response.sequences, SEQUENCES)]
         size_bytes += sum(len(sequence.tokens) for sequence in sequences) * _TOKEN_BYTES
         shown = Shown(
             owner=owner,
@@ -102,7 +102,7 @@ class Gallery:
         if len(self._of[owner]) > self.per_owner:
             self._evict_oldest(owner)
         while sum(self._bytes.values()) > self._max_bytes:
-            self._evict_oldest(max(self._bytes, key=lambda one: self._bytes[one]))
+            self._evict_oldest(max(self._bytes, key=lambda owner: self._bytes[owner]))
 
     def of(self, owner: str) -> list[Shown]:
         """Return an owner's samples, newest first."""

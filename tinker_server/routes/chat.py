@@ -51,7 +51,7 @@ async def list_models(http: Request, server: Server) -> dict[str, object]:
     asked = Page(Scope(http.state.owner), LISTED_WEIGHTS, 0)
     saved, _ = await server.catalog.checkpoints(asked, ["sampler_weights"], now)
     cards = [_card(name, name, server) for name in server.models.served]
-    cards += [_card(one.tinker_path, one.base_model, server, one.created_at) for one in saved]
+    cards += [_card(weights.tinker_path, weights.base_model, server, weights.created_at) for weights in saved]
     return {"object": "list", "data": cards}
 
 

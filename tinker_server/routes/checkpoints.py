@@ -252,7 +252,7 @@ async def external_weights_upload_start(  # noqa: PLR0913 - three are headers
     upload = await server.uploads.start(request, x_idempotency_key, caller)
     links = {name: server.links.sign(f"uploads/{upload.upload_id}/{name}", upload.expires) for name in FILES}
     plain = {name: f"{url}/{link}" for name, link in links.items()}
-    with_headers = {name: UploadUrl(url=one) for name, one in plain.items()}
+    with_headers = {name: UploadUrl(url=url) for name, url in plain.items()}
     return UploadStartResponse(
         upload_id=upload.upload_id,
         urls=dict(with_headers if takes_upload_headers(sdk_version) else plain),

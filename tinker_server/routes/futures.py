@@ -127,12 +127,12 @@ async def retrieve_futures(
     completed = await futures.completions.after(target, poll.prev_cursor, hold_s)
     return RetrieveFuturesResponse(
         completions=[
-            FutureCompletion(state="failed", request_id=one.request_id)
-            if one.failed
+            FutureCompletion(state="failed", request_id=future.request_id)
+            if future.failed
             else FutureCompletion(
-                state="finished", request_id=one.request_id, response_payload_uncompressed_size=one.size_bytes
+                state="finished", request_id=future.request_id, response_payload_uncompressed_size=future.size_bytes
             )
-            for one in completed
+            for future in completed
         ],
         cursor=completed[-1].cursor if completed else poll.prev_cursor,
     )

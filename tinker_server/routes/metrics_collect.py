@@ -114,7 +114,9 @@ def _engines(uses: dict[str, EngineUse]) -> Iterator[Metric]:
     yield _gauge("tinker_engine_batch", "Sequences in vLLM's scheduler.", ("base_model", "state"), counts)
     used = {(name,): batch.cache_used for name, batch in batches.items()}
     yield _gauge("tinker_engine_kv_cache_used", "Fraction of the KV cache in use.", ("base_model",), used)
-    yield from _pool({(name, str(number)): one for name, use in uses.items() for number, one in use.engines.items()})
+    yield from _pool(
+        {(name, str(number)): engine for name, use in uses.items() for number, engine in use.engines.items()}
+    )
 
 
 def _pool(uses: dict[tuple[str, str], EngineUse]) -> Iterator[Metric]:

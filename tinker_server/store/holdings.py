@@ -161,7 +161,7 @@ class Holdings:
         archive = func.replace(named.directory, "/", ".", type_=String) + ARCHIVE_SUFFIX
         freed = select(named.size_bytes).where(named.owner == owner, named.directory == replaced)
         async with self._db.read() as session:
-            held = [int(await session.scalar(one) or 0) for one in sums]
+            held = [int(await session.scalar(query) or 0) for query in sums]
             for batch in batches(archives):
                 of_owner = select(archive).where(named.owner == owner, archive.in_(batch))
                 held += [archives[name] for name in await session.scalars(of_owner)]

@@ -35,7 +35,7 @@ class MachineHistory:
         """Store one value of each measure, and delete those that are older than a day."""
         if values:
             insert = self._db.insert(LOADS).on_conflict_do_nothing()
-            rows = [{"measure": one, "of": of, "at": at, "value": value} for (one, of), value in values.items()]
+            rows = [{"measure": measure, "of": of, "at": at, "value": value} for (measure, of), value in values.items()]
             async with self._db.write() as session:
                 await session.execute(insert, rows)
         await delete_before(self._db, LOADS, at - KEPT_S)

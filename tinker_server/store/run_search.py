@@ -50,7 +50,7 @@ def has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
         key, is_pair, value = word.partition("=")
         if is_pair and can_be_searched(key):
             of_key = (TrainingRunRow.user_metadata[key].as_string(), SessionRow.user_metadata[key].as_string())
-            either += [_contains(one, value) for one in of_key]
+            either += [_contains(column, value) for column in of_key]
         yield or_(*either)
 
 

@@ -110,7 +110,11 @@ class SamplerStore:
         inside = row.directory.startswith(folder, autoescape=True) & (row.directory != directory)
 
         async def move(session: AsyncSession) -> set[str]:
-            left = {one for one in await session.scalars(select(row.directory).where(inside)) if one is not None}
+            left = {
+                directory
+                for directory in await session.scalars(select(row.directory).where(inside))
+                if directory is not None
+            }
             change = update(row).where(inside).values(directory=directory, weights_deleted_at=None)
             await session.execute(change, execution_options=_PLAIN)
             await release(session, left)
@@ -184,8 +188,8 @@ class SamplerStore:
         used_at, alive_at = now - limits.kept_s > _USED_AT, now - limits.silent_s > _ALIVE_AT
         unused = _UNNAMED.having(or_(used_at, alive_at)).limit(MAX_NAMES)  # a part at a time: there may be thousands
         while found := await self._unnamed(unused):
-            gone += await self._delete_weights([one.directory for one in found], now)
-        excess = [one.directory for one in _excess(await self._unnamed(_UNNAMED), limits, now)]
+            gone += await self._delete_weights([weights.directory for weights in found], now)
+        excess = [weights.directory for weights in _excess(await self._unnamed(_UNNAMED), limits, now)]
         for start in range(0, len(excess), MAX_NAMES):
             gone += await self._delete_weights(excess[start : start + MAX_NAMES], now)
         return gone
@@ -210,15 +214,15 @@ class SamplerStore:
 def _excess(unnamed: list[_Unnamed], limits: UnnamedLimits, now: float) -> Iterator[_Unnamed]:
     """Yield the weights beyond the limits that are not in use; those used last are kept."""
     of_model, of_owner = Counter[str](), Counter[str]()
-    for one in sorted(unnamed, key=lambda one: one.used_at, reverse=True):
-        too_much = of_model[one.model] >= limits.per_model or (
-            of_owner[one.owner] + one.size_bytes > limits.bytes_per_owner
+    for weights in sorted(unnamed, key=lambda weights: weights.used_at, reverse=True):
+        too_much = of_model[weights.model] >= limits.per_model or (
+            of_owner[weights.owner] + weights.size_bytes > limits.bytes_per_owner
         )
-        if too_much and one.used_at < now - IN_USE_S:
-            yield one
+        if too_much and weights.used_at < now - IN_USE_S:
+            yield weights
         else:
-            of_model[one.model] += 1
-            of_owner[one.owner] += one.size_bytes
+            of_model[weights.model] += 1
+            of_owner[weights.owner] += weights.size_bytes
 
 
 def run_of_weights(model_path: str | None, directory: str | None) -> str:

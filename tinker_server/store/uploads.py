@@ -99,12 +99,12 @@ class UploadFolder:
 
     def open_of(self, owner: str, now: float) -> list[Upload]:
         """Return the uploads of an owner that are not finished, and have files or may still get them."""
-        mine = [one for one in self.all() if one.owner == owner and not one.is_finished]
-        return [one for one in mine if one.expires > now or self._has_files(one.upload_id)]
+        mine = [upload for upload in self.all() if upload.owner == owner and not upload.is_finished]
+        return [upload for upload in mine if upload.expires > now or self._has_files(upload.upload_id)]
 
     async def held_bytes(self, owner: str) -> int:
         """Return the bytes of the files that an owner's uploads have or may still get."""
-        return sum(one.max_bytes for one in await asyncio.to_thread(self.open_of, owner, time.time()))
+        return sum(upload.max_bytes for upload in await asyncio.to_thread(self.open_of, owner, time.time()))
 
     def _has_files(self, upload_id: str) -> bool:
         return any((self.path(upload_id) / name).exists() for name in FILES)

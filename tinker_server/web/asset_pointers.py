@@ -21,7 +21,12 @@ async def with_images(request: R, addresses: ImageAddresses, owner: str) -> R | 
 
     Raises BadRequest for an image that may not or cannot be read, and for too many bytes in all.
     """
-    pointers = [chunk for one in _inputs(request) for chunk in one.chunks if isinstance(chunk, ImageAssetPointerChunk)]
+    pointers = [
+        chunk
+        for model_input in _inputs(request)
+        for chunk in model_input.chunks
+        if isinstance(chunk, ImageAssetPointerChunk)
+    ]
     if not pointers:
         return None
     if not addresses.hosts and not addresses.directories:

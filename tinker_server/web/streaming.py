@@ -31,7 +31,7 @@ async def entries(
     """Yield the entries of a JSON list without its brackets, page by page. They are made and encoded in a thread."""
 
     def encode(page: Sequence[T]) -> bytes:
-        made = [form(one) for one in page]
+        made = [form(row) for row in page]
         return _ENTRIES.dump_json(made, exclude_none=True, serialize_as_any=True)[1:-1]
 
     async for part in joined(pages, encode, owner):

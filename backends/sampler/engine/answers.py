@@ -55,7 +55,7 @@ def check_finite(output: RequestOutput) -> None:
 
 
 def _check_step(step: Mapping[int, Logprob]) -> None:
-    if not all(one.logprob < math.inf for one in step.values()):
+    if not all(token.logprob < math.inf for token in step.values()):
         raise FloatingPointError("log probabilities are not finite")
 
 
@@ -140,7 +140,9 @@ def _chosen(targets: TensorData, logprobs_PK: np.ndarray) -> PromptTensor:
     if targets.sparse_crow_indices is None:
         asked = targets.to_array() >= 0
         return PromptTensor(values=np.where(asked, logprobs_PK, 0).astype(np.float32), shape=shape)
-    crow, col = (np.array(one or [], np.int64) for one in (targets.sparse_crow_indices, targets.sparse_col_indices))
+    crow, col = (
+        np.array(indices or [], np.int64) for indices in (targets.sparse_crow_indices, targets.sparse_col_indices)
+    )
     values = logprobs_PK[np.repeat(np.arange(shape[0]), np.diff(crow)), col]
     values = np.where(np.array(targets.data, np.int64) >= 0, values, 0).astype(np.float32)
     return PromptTensor(values=values, shape=shape, crow_indices=crow, col_indices=col)

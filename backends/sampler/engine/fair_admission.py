@@ -120,7 +120,9 @@ class FairAdmission:
         """Admit every sequence that may enter now."""
         self._share_slots()
         closing = self._closing()
-        while queues := [one for one in self._queues.values() if self._has_room(one) and self._is_open(one, closing)]:
+        while queues := [
+            queue for queue in self._queues.values() if self._has_room(queue) and self._is_open(queue, closing)
+        ]:
             queue = min(queues, key=self._order)
             sequence = queue.waiting.popleft()
             queue.last_admitted = self._last_served[queue.owner] = next(self._clock)
@@ -160,7 +162,7 @@ class FairAdmission:
         """Release slots of adapters that run nothing and may admit nothing; give free ones to those that wait."""
         closing = self._closing()
         wanted = {queue.adapter for queue in self._queues.values() if self._is_open(queue, closing)}
-        for adapter in [one for one, slot in self._slots.items() if slot.num_running == 0 and one not in wanted]:
+        for adapter in [name for name, slot in self._slots.items() if slot.num_running == 0 and name not in wanted]:
             del self._slots[adapter]
             for queue in self._queues.values():
                 if queue.adapter == adapter:
@@ -171,11 +173,13 @@ class FairAdmission:
 
     def _without_slot(self) -> list[_Queue]:
         """Return one queue for each adapter that waits for a slot: first those whose owner holds the fewest."""
-        queues = [one for one in self._queues.values() if one.adapter is not None and one.adapter not in self._slots]
+        queues = [
+            queue for queue in self._queues.values() if queue.adapter is not None and queue.adapter not in self._slots
+        ]
         if not queues:  # nearly always
             return []
         held = Counter(slot.owner for slot in self._slots.values())
-        queues.sort(key=lambda one: (held[one.owner], one.last_slot, one.waiting[0].arrival))
+        queues.sort(key=lambda queue: (held[queue.owner], queue.last_slot, queue.waiting[0].arrival))
         return list({queue.adapter: queue for queue in reversed(queues)}.values())[::-1]
 
     def _closing(self) -> dict[Path, int]:
@@ -192,11 +196,11 @@ class FairAdmission:
         candidates = dict(self._slots)
         closing: dict[Path, int] = {}
         for queue in without:
-            richer = [one for one, slot in candidates.items() if held[slot.owner] > held[queue.owner]]
-            own = [one for one, slot in candidates.items() if slot.owner == queue.owner]
+            richer = [name for name, slot in candidates.items() if held[slot.owner] > held[queue.owner]]
+            own = [name for name, slot in candidates.items() if slot.owner == queue.owner]
             if not richer and not own:
                 continue
-            adapter = max(richer, key=lambda one: held[candidates[one].owner]) if richer else own[0]
+            adapter = max(richer, key=lambda name: held[candidates[name].owner]) if richer else own[0]
             slot = candidates.pop(adapter)
             has_more = held[slot.owner] > held[queue.owner] + 1
             closing[adapter] = 0 if has_more else max(slot.since, queue.waiting[0].arrival)

@@ -130,8 +130,8 @@ def stops(stop: str | list[str] | list[int] | None, end_tokens: Sequence[int]) -
     """
     asked = [stop] if isinstance(stop, str) else stop or []
     token_ids = [] if stop == [] else list(end_tokens)
-    token_ids += [one for one in asked if isinstance(one, int)]
-    return list(dict.fromkeys(token_ids)), [one for one in asked if isinstance(one, str)]
+    token_ids += [stop for stop in asked if isinstance(stop, int)]
+    return list(dict.fromkeys(token_ids)), [stop for stop in asked if isinstance(stop, str)]
 
 
 def num_scored_tokens(scores: PromptScores) -> int:

@@ -62,7 +62,7 @@ class SlotCheck:
     def note_files(self, request: LoRARequest) -> None:
         """Note an adapter whose files are about to be read."""
         known = self._manager.list_adapters()
-        self._helpers = {number: one for number, one in self._helpers.items() if number in known}
+        self._helpers = {number: helper for number, helper in self._helpers.items() if number in known}
         path = Path(request.lora_path)
         self._helpers[request.lora_int_id] = path, PEFTHelper.from_local_dir(str(path), None)
 
@@ -127,12 +127,12 @@ class SlotCheck:
         if (slices := engine_slices(name)) and slices[0] in parts:
             return [parts.get(part) for part in slices]
         if name in parts or not isinstance(self._manager.modules[name], FusedMoEWithLoRA):
-            return [parts.get(one) for one in packed]
+            return [parts.get(name) for name in packed]
         count = len(_buffers(self._manager.modules[name]))
         stacks = [parts.get(f"{name}.{matrix}") for matrix in EXPERT_STACKS.values()][:count]
         if any(stacks):
             return stacks
-        per_matrix = [[parts.get(one) for one in packed[first::count]] for first in range(count)]
+        per_matrix = [[parts.get(name) for name in packed[first::count]] for first in range(count)]
         return [_stack(experts) for experts in per_matrix]
 
 

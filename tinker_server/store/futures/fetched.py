@@ -49,7 +49,7 @@ class FetchedResults:
     async def save(self) -> None:
         """Write what was noted since the last call."""
         unwritten, self._unwritten = self._unwritten, {}
-        rows = [one._asdict() for one in unwritten.values()]
+        rows = [row._asdict() for row in unwritten.values()]
         insert = self._db.insert(FETCHED)
         put = insert.on_conflict_do_update(index_elements=["request_id"], set_={"at": insert.excluded.at})
         try:

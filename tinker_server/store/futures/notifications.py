@@ -50,7 +50,7 @@ class _Log:
 
     def add(self, completions: list[Completion]) -> None:
         merged = {completion.request_id: completion for completion in completions} | self.entries
-        self.entries = {one.request_id: one for one in sorted(merged.values(), key=lambda one: one.cursor)}
+        self.entries = {entry.request_id: entry for entry in sorted(merged.values(), key=lambda entry: entry.cursor)}
         self.grown.set()
 
     def append(self, completion: Completion) -> None:

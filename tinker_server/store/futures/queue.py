@@ -157,7 +157,7 @@ class FutureQueue:
 
     def has_unstored(self, lane: str, up_to: int | None = None) -> bool:
         """Return whether a lane has a result that is not stored yet, up to a position in its log if given."""
-        results = (one.result for one in self._unfinished.values() if one.lane == lane)
+        results = (operation.result for operation in self._unfinished.values() if operation.lane == lane)
         return any(result is not None and (up_to is None or (result.position or 0) <= up_to) for result in results)
 
     def release(self) -> None:

@@ -168,18 +168,24 @@ class FutureRows:
             else:
                 firsts = [await _first(connection, operation) for operation in operations]
             stored = {first.request_id for first in firsts if isinstance(first, First)}
-            await images.add(connection, self._db, [one for one in operations if one.request_id in stored])
+            await images.add(
+                connection, self._db, [operation for operation in operations if operation.request_id in stored]
+            )
             return firsts
 
     async def finish(self, results: list[tuple[str, Result]]) -> None:
         """Store results by request_id, unless there is one already."""
         change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
-        kept = [_finished_columns(*one) for one in results if _may_run_again(one[1])]
-        done = [_finished_columns(*one) | {"request": b""} for one in results if not _may_run_again(one[1])]
+        kept = [_finished_columns(*result) for result in results if _may_run_again(result[1])]
+        done = [_finished_columns(*result) | {"request": b""} for result in results if not _may_run_again(result[1])]
         async with self._db.write_rows() as connection:
             for rows in filter(None, (kept, done)):
                 await connection.execute(change, rows)
-            ended = [id_ for id_, one in results if one.operation_kind in images.KINDS and not _may_run_again(one)]
+            ended = [
+                id_
+                for id_, operation in results
+                if operation.operation_kind in images.KINDS and not _may_run_again(operation)
+            ]
             if ended:
                 await images.release(connection, ended)
             await steps.insert(connection, self._db, [result.step for _, result in results if result.step is not None])

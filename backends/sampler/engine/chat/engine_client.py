@@ -163,11 +163,11 @@ async def _with_prompt_logprobs(
         if params.prompt_logprobs is not None and found is None:
             held.append((index, output))
             continue
-        for one in (*held, (index, output)):
-            if one[0] not in begun:
-                begun.add(one[0])
-                one[1].prompt_logprobs = found
-            yield one
+        for answer in (*held, (index, output)):
+            if answer[0] not in begun:
+                begun.add(answer[0])
+                answer[1].prompt_logprobs = found
+            yield answer
         held.clear()
     assert not held, "the engine returned no log probabilities of the prompt"
 
@@ -222,7 +222,9 @@ class Record:
             return
         tokens, logprobs = self._sampled.setdefault(index, ([], []))
         tokens += output.token_ids
-        logprobs += [step[one].logprob for one, step in zip(output.token_ids, output.logprobs or (), strict=True)]
+        logprobs += [
+            step[token_id].logprob for token_id, step in zip(output.token_ids, output.logprobs or (), strict=True)
+        ]
         if output.finish_reason is not None:
             self._ends[index] = output.finish_reason
 

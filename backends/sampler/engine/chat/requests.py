@@ -31,7 +31,7 @@ def parsed(task: ChatTask) -> BaseModel:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         # Of a field that may be a text or a list, each form has an error. The form that was meant has the right type.
-        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
+        first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
         location = ".".join(map(str, first["loc"]))
         raise InvalidInput(f"{location or 'the body'}: {first['msg']}") from None
     return request

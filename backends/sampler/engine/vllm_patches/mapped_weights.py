@@ -42,5 +42,7 @@ def _moved(value: object, device: torch.device) -> object:
         case Tensor():
             return value.to(device)
         case list():
-            return [_moved(one, device) for one in value] if any(isinstance(one, Tensor) for one in value) else value
+            return (
+                [_moved(item, device) for item in value] if any(isinstance(item, Tensor) for item in value) else value
+            )
     return value
