@@ -149,6 +149,15 @@ class ExaminedPatch:
 
 
 @dataclass(frozen=True)
+class FittingCards:
+    """Cards with which the models would fit, whatever this machine has."""
+
+    context: int
+    cards: Sequence[tuple[int, str]]
+    """A number of cards, and the smallest card of which so many do. Larger ones do too."""
+
+
+@dataclass(frozen=True)
 class Examination:
     """Resources of this machine, and what the configured models need."""
 
@@ -166,3 +175,7 @@ class Examination:
     """Sentence about the GPUs that the plan leaves idle."""
     problem: str | None
     """Reason why they cannot be served."""
+    gpu_limit_bytes: int | None
+    """Part of each GPU that may be used, if a setting limits it."""
+    fitting: Sequence[FittingCards]
+    """Cards that would do, by context; empty without models."""

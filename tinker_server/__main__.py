@@ -18,7 +18,7 @@ from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.commands.admin import administrate
 from tinker_server.commands.backup import back_up, restore
-from tinker_server.commands.doctor import examine
+from tinker_server.commands.doctor import diagnose
 from tinker_server.commands.join import belong
 from tinker_server.commands.keyless_runs import advise
 from tinker_server.commands.status import Status
@@ -86,7 +86,7 @@ def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
                 print(runner.run(advise(settings)), end="", file=sys.stderr)  # scripts read the key from the output
         return 0
     if arguments.command == "doctor":
-        examine(settings.resolved_backend(), arguments.gpu)
+        diagnose(settings.resolved_backend(), arguments.gpu, as_json=arguments.json, shows_changes=arguments.changes)
         return 0
     do = back_up if arguments.command == "backup" else restore
     with asyncio.Runner() as runner:

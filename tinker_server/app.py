@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
 
+from backends.configure.torchvision_check import require_torchvision
 from backends.protocol import Backend, Loading, OnLoading, ignore_loading
 from tinker_server.accounts import Records
 from tinker_server.auth.key_uses import KeyUses
@@ -189,6 +190,7 @@ def report(on_loading: OnLoading, doing: str) -> Iterator[None]:
 
 
 def _described_backend(settings: Settings, on_loading: OnLoading) -> Backend:
+    require_torchvision()
     from backends.configure.create import LocalBackend  # takes seconds, for it imports torch
 
     return LocalBackend(settings.resolved_backend(), on_loading)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from backends.config import BackendConfig
 from tinker_server.auth import key_uses, keys
+from tinker_server.auth.described import describe_keys
 from tinker_server.auth.key import SCOPES
 from tinker_server.commands.tables import keys_table, show
 from tinker_server.embedded import DIRECTORIES, TINY_VL
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     adding.add_argument("--admin", action="store_true", help="it may also see and stop the work of all owners")
     adding.add_argument("--expires-days", type=_days, metavar="DAYS", help="days until the key expires (never)")
     removing.add_argument("--key", metavar="ID", help="remove the key of this id alone, as `list` shows it")
-    actions.add_parser("list", parents=[common], help="list the keys: name, id, scope, dates, last use")
+    _add_json(actions.add_parser("list", parents=[common], help="list the keys: name, id, scope, dates, last use"))
     _add_operators(commands, common, [database, models])
     shtab.add_argument_to(parser, "--print-completion", help="print a completion script for a shell")
     return parser
@@ -116,17 +117,25 @@ def _add_operators(commands: Commands, common: argparse.ArgumentParser, served: 
     remote.add_argument("--key", default=key or "tml-local", help="API key to ask with ($TINKER_API_KEY)")
     status_help = "show a running server's queue and memory, and the runs of the key's owner"
     asking = commands.add_parser("status", parents=[remote], help=status_help)
-    asking.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
+    _add_json(asking)
     _add_administration(commands, remote)
     doctor_help = "report what this machine can serve; loads nothing"
     doctor = commands.add_parser("doctor", parents=[common, *served], help=doctor_help)
     doctor.add_argument("--gpu", help="plan for these GPUs, as H200:2, in place of this machine's")
+    changes_help = "list all changes inside vLLM, transformers and torch, those that fit too"
+    doctor.add_argument("--changes", action="store_true", help=changes_help)
+    _add_json(doctor)
     for name, text in (
         ("backup", "copy database and weights into a new directory, also while a server runs"),
         ("restore", "copy a backup into an empty data directory and database"),
     ):
         command = commands.add_parser(name, parents=[common, served[0]], help=text)
         command.add_argument("directory", type=Path, help="directory of the backup")
+
+
+def _add_json(*commands: argparse.ArgumentParser) -> None:
+    for command in commands:
+        command.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
 
 
 def _add_joining(commands: Commands) -> None:
@@ -156,6 +165,7 @@ def _add_administration(commands: Commands, remote: argparse.ArgumentParser) -> 
     owners.add_argument("--hours", type=int, default=24, help="hours for which tokens are counted (24)")
     runs = actions.add_parser("runs", parents=[remote], help="list the newest runs of all owners")
     runs.add_argument("--owner", help="only the runs of this owner (all)")
+    _add_json(owners, runs)
     unload_help = "move a run's model to disk; its next operation brings it back"
     stop_help = "end the session of a run for good: what was not saved is lost"
     unloading = actions.add_parser("unload", parents=[remote], help=unload_help)
@@ -224,8 +234,11 @@ def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
                     raise StartFailed(f"{path} has no key of the name {arguments.name!r}{which}")
                 print(f"removed {count} of {arguments.name}")
             case _:
-                if found := list(keys.read(path).values()):  # none is no line: scripts ask whether there are any
-                    show(keys_table(found, key_uses.read(settings.data_dir)))
+                found, used_at = list(keys.read(path).values()), key_uses.read(settings.data_dir)
+                if arguments.json:
+                    print(describe_keys(found, used_at).model_dump_json())
+                elif found:  # none is no line: scripts ask whether there are any
+                    show(keys_table(found, used_at))
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
 

@@ -6,9 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch, MemoryPart
+from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch, FittingCards, MemoryPart
 from backends.configure.describe import FoundModel, chosen_device, find, planned
+from backends.configure.fitting_cards import fitting_cards
 from backends.configure.gpus import cards
+from backends.configure.memory_plan import Machine
 from backends.configure.placement import this_machine
 from backends.families import linear_attention, registry, tower_patches
 from backends.formats.model_files import local_directory
@@ -64,7 +66,20 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         patches=[ExaminedPatch(patch.name, patch.target, patch.state, patch.why) for patch in PATCHES],
         idle=idle,
         problem=problem,
+        gpu_limit_bytes=config.gpu_memory_bytes,
+        fitting=_fitting(config, machine),
     )
+
+
+def _fitting(config: BackendConfig, machine: Machine) -> list[FittingCards]:
+    """Return the cards that would do for all models. None, if one is not supported on CUDA, or there is no model."""
+    on_cuda = config.model_copy(update={"device": "cuda"})
+    try:
+        directories = {local_directory(source): name for name, source in config.models.items()}
+        sizes = [find(name, directory, on_cuda, machine).size for directory, name in directories.items()]
+    except BackendFailed:
+        return []
+    return fitting_cards(sizes, on_cuda, machine) if sizes else []
 
 
 def _versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.config import BackendConfig
+from backends.configure.create import examine
 from backends.protocol import BackendFailed
 from tests.dashboard import Owner
 from tests.databases import fresh_database
@@ -30,9 +33,9 @@ from tinker_server.__main__ import main
 from tinker_server.auth import keys
 from tinker_server.commands import backup, databases
 from tinker_server.commands.backup import back_up, restore
-from tinker_server.commands.doctor import examine
-from tinker_server.commands.status import Status
-from tinker_server.commands.tables import console
+from tinker_server.commands.doctor import diagnose, report
+from tinker_server.commands.status import Status, runs_table
+from tinker_server.commands.tables import console, keys_table
 from tinker_server.dashboard.rendering import short
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
@@ -268,6 +271,55 @@ def test_status_is_json_with_the_key_and_address_of_the_sdks_variables(
     assert up == {"trainer": 1, "sampler": 1}
 
 
+def test_keys_and_all_runs_are_json_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = keys.add(tmp_path / "keys", "root", is_admin=True)
+    keys.add(tmp_path / "keys", "alice", scope="sample", valid_s=3600)
+
+    def printed(*arguments: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["tinker-server", *arguments, "--json"])
+        assert main() == 0
+        return json.loads(capsys.readouterr().out)
+
+    root, alice = printed("keys", "list", "--data-dir", str(tmp_path))["keys"]
+    assert (root["owner"], root["is_admin"], root["expires_at"]) == ("root", True, None)
+    assert (alice["scope"], alice["used_at"]) == ("sample", None) and alice["expires_at"] > alice["created_at"]
+    assert alice["key_id"] != root["key_id"] and key not in json.dumps([root, alice])
+    server = Running(tmp_path / "data", keys_file=tmp_path / "keys")
+    server.http.headers["x-api-key"] = key
+    try:
+        model_id = server.model()
+        asking = ["--url", server.url, "--key", key]
+        (run,) = printed("admin", "runs", *asking)["runs"]
+        assert (run["run_id"], run["owner"]) == (model_id, "root")
+        assert {owner["owner"] for owner in printed("admin", "owners", *asking)["owners"]} == {"root", "alice"}
+    finally:
+        server.stop()
+
+
+def test_tables_of_runs_and_keys_have_a_line_for_each_row_of_80_columns(tmp_path: Path) -> None:
+    run = {
+        "training_run_id": f"{'ab0d3a98-3f2c-4a7e-9c1d-1234567890ab'}:train:0",
+        "base_model": "Qwen/Qwen3-VL-4B-Instruct",
+        "lora_rank": 32,
+        "last_request_time": "2026-11-28T12:30:59Z",
+    }
+    keys.add(tmp_path / "keys", "somebody.with-a-name@example.org", is_admin=True, valid_s=1e6)
+    found = list(keys.read(tmp_path / "keys").values())
+    at = {key.fingerprint: 1.8e9 for key in found}
+    tables = [runs_table({"cursor": {"total_count": 1}, "training_runs": [run]}), keys_table(found, at)]
+    for table, row in zip(tables, ("Qwen/Qwen3-VL-4B-Instruct", found[0].id), strict=True):
+        with console(80).capture() as captured:
+            captured._console.print(table)
+        lines = [line for line in captured.get().splitlines() if line.strip()]
+        assert all(len(line) <= 80 for line in lines)
+        (shown,) = [line for line in lines if row in line]
+        assert "2026" in shown or "2027" in shown
+        head = 2 if table.title else 1
+        assert len(lines) == head + 2, lines
+
+
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "tinker_server", *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, **more)
@@ -283,12 +335,16 @@ def test_doctor_says_what_a_model_needs_and_loads_nothing(
     assert fine.returncode == 0, fine.stderr
     assert "torch 2." in fine.stdout and "qwen3_vl" in fine.stdout and "all of it can be served" in fine.stdout
     assert "image prompts in flight take up to 0.5 GiB of main memory for each owner" in fine.stdout
-    assert "kv-cache-zeroing" in fine.stdout and "as written" in fine.stdout and "absent" not in fine.stdout
+    assert re.search(r"^\d+ changes inside vLLM, transformers and torch fit", fine.stdout, re.MULTILINE)
+    assert "kv-cache-zeroing" not in fine.stdout, "the table of changes is behind a flag"
+    verdict = fine.stdout.splitlines()[-1]
+    assert verdict == "all of it can be served; these cards do, and larger ones: 1 x L4 (--max-context 4096)"
     monkeypatch.setattr(sys, "argv", ["tinker-server", *asked, "--model", f"tiny={tiny_vl}"])
     monkeypatch.setenv("TINKER_SERVER_BACKEND__KV_CACHE_BYTES", str(1 << 50))
     assert main() == 2
     refused = capsys.readouterr()
     assert "too little memory" in refused.err and "qwen3_vl" in refused.out
+    assert refused.out.splitlines()[-1] == "not on this machine", "no card has a petabyte"
 
 
 def test_doctor_plans_for_gpus_that_are_not_there(
@@ -325,21 +381,46 @@ def test_doctor_plans_for_gpus_that_are_not_there(
 def test_doctor_refuses_gpus_that_do_not_do(tiny_text: Path, gpus: str, engines: int, said: str) -> None:
     config = BackendConfig(models={"tiny": str(tiny_text)}, engines=engines)
     with pytest.raises(BackendFailed, match=said):
-        examine(config, gpus, lambda line: None)
+        diagnose(config, gpus, as_json=False, shows_changes=False)
 
 
 def test_doctor_says_how_many_ranks_compute_a_microbatch(tiny_text: Path) -> None:
     config = BackendConfig(models={"tiny": str(tiny_text)}, context_parallel=2)
     lines: list[str] = []
-    examine(config, "H200:2", lines.append)
+    report(examine(config, "H200:2"), lines.append)
     (place,) = [line for line in lines if line.startswith("tiny: trainer")]
     assert "on GPU 0, 1, " in place and "the whole base, 2 for the tokens of each microbatch; " in place
 
 
 def test_doctor_without_a_model_names_what_is_installed() -> None:
     lines: list[str] = []
-    examine(Settings().backend, print_line=lines.append)
+    report(examine(Settings().backend), lines.append)
     assert "Python 3" in lines[0] and lines[-1].startswith("no --model was given")
+
+
+def test_doctor_lists_its_changes_on_request_and_prints_json(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["tinker-server", "doctor", "--data-dir", str(tmp_path), "--model", f"tiny={tiny_text}"]
+    monkeypatch.setattr(sys, "argv", [*asked, "--changes"])
+    assert main() == 0
+    shown = capsys.readouterr().out
+    assert "kv-cache-zeroing" in shown and "as written" in shown
+    monkeypatch.setattr(sys, "argv", [*asked, "--json", "--gpu", "H100:2"])
+    assert main() == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["gpus"][1][0] == "H100" and printed["problem"] is None
+    assert [model["spec"]["name"] for model in printed["models"]] == ["tiny"]
+    assert printed["fitting"][0]["cards"] == [[1, "L4"]]
+    assert {patch["state"] for patch in printed["patches"]} <= {"as written", "absent"}
+
+
+def test_a_change_that_does_not_fit_is_listed_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    found = examine(Settings().backend)
+    one, *others = found.patches
+    report(replace(found, patches=[replace(one, state="changed"), *others]))
+    shown = capsys.readouterr().out
+    assert one.name in shown and "changed" in shown and others[-1].name not in shown
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -23,6 +23,7 @@ SEEN_OF_BACKENDS = (
     "backends.cluster.join",
     "backends.config",
     "backends.configure.create",
+    "backends.configure.torchvision_check",
     "backends.files",
     "backends.lru",
     "backends.tasks",
@@ -199,7 +200,12 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
         11,
     ),
     "memory plan": (
-        ("backends.configure.memory_plan", "backends.configure.placement", "backends.configure.nearest_fit"),
+        (
+            "backends.configure.memory_plan",
+            "backends.configure.placement",
+            "backends.configure.nearest_fit",
+            "backends.configure.fitting_cards",
+        ),
         2,
     ),
     "one copy of the base": (("backends.base_weights",), 3),

@@ -1,6 +1,8 @@
 """`tinker-server admin`: all owners of a running server, their runs, unloading and stopping, over HTTP as a client."""
 
 import argparse
+import json
+from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
@@ -17,17 +19,23 @@ def administrate(arguments: argparse.Namespace) -> None:
     """Run one action of `tinker-server admin`. Raises StartFailed."""
     match arguments.action:
         case "owners":
-            found = _ask(arguments, "GET", "/admin/owners", hours=arguments.hours)
-            show(owners_table(found))
+            _show(arguments, _ask(arguments, "GET", "/admin/owners", hours=arguments.hours), owners_table)
         case "runs":
             asked = {} if arguments.owner is None else {"owner": arguments.owner}
-            show(runs_table(_ask(arguments, "GET", "/admin/runs", **asked)))
+            _show(arguments, _ask(arguments, "GET", "/admin/runs", **asked), runs_table)
         case "unload":
             _ask(arguments, "POST", "/admin/unload", run_id=arguments.run)
             print(f"{arguments.run} is on disk; its next operation brings it back")
         case _:
             found = _ask(arguments, "POST", "/admin/stop", run_id=arguments.run, reason=arguments.reason)
             print(f"stopped {', '.join(found['run_ids']) or 'no run'}; {found['cancelled']} operations were cancelled")
+
+
+def _show(arguments: argparse.Namespace, found: dict[str, Any], as_table: Callable[[dict[str, Any]], Table]) -> None:
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        show(as_table(found))
 
 
 def owners_table(found: dict[str, Any]) -> Table:

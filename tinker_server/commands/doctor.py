@@ -1,10 +1,13 @@
 """`tinker-server doctor`: reports what this machine can serve, without loading a model."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 from rich.table import Table
 
-from backends.config import BackendConfig, Examination
+from backends.config import BackendConfig, Examination, ExaminedPatch
+from backends.configure.torchvision_check import require_torchvision
 from backends.protocol import BackendFailed
 from tinker_server.commands.tables import show
 from tinker_server.models.admission import MAX_IMAGE_BYTES
@@ -12,18 +15,27 @@ from tinker_server.models.admission import MAX_IMAGE_BYTES
 GIB = 1 << 30
 
 
-def examine(config: BackendConfig, gpus: str | None = None, print_line: Callable[[str], None] = print) -> None:
-    """Print versions, memory, each model's needs and its place. Raises BackendFailed if a model cannot be served.
-
-    `gpus`, as `H200:2`, stand in for those of this machine.
-    """
+def diagnose(config: BackendConfig, gpus: str | None, *, as_json: bool, shows_changes: bool) -> None:
+    """Run the command: print what `examine` finds. Raises BackendFailed if a model cannot be served."""
+    require_torchvision()
     from backends.configure.create import examine as examine_backend  # slow to import: brings torch
 
     found = examine_backend(config, gpus)
+    if as_json:
+        print(json.dumps(asdict(found), default=str))
+        if found.problem is not None:
+            raise BackendFailed(found.problem)
+    else:
+        report(found, shows_changes=shows_changes)
+
+
+def report(found: Examination, print_line: Callable[[str], None] = print, *, shows_changes: bool = False) -> None:
+    """Print versions, memory, each model's needs and its place, and the verdict. Raises BackendFailed if a model cannot
+    be served."""
     for line in versions(found):
         print_line(line)
-    if config.gpu_memory_bytes is not None:
-        print_line(f"{config.gpu_memory_bytes / GIB:.1f} GiB of each GPU may be used (--gpu-memory)")
+    if found.gpu_limit_bytes is not None:
+        print_line(f"{found.gpu_limit_bytes / GIB:.1f} GiB of each GPU may be used (--gpu-memory)")
     if found.models:
         show(models(found))
     for line in (*places(found), *image_prompts(found)):
@@ -32,10 +44,24 @@ def examine(config: BackendConfig, gpus: str | None = None, print_line: Callable
         show(parts(found))
     if found.idle is not None:
         print_line(found.idle)
-    show(patches(found))
+    if shows_changes:
+        show(patches(found.patches))
+    elif differing := [patch for patch in found.patches if patch.state != "as written"]:
+        show(patches(differing))
+    else:
+        print_line(f"{len(found.patches)} changes inside vLLM, transformers and torch fit (--changes lists them)")
     if found.problem is not None:
+        print_line(f"not on this machine{would_do(found)}")
         raise BackendFailed(found.problem)
-    print_line("all of it can be served" if found.models else "no --model was given: nothing else was checked")
+    verdict = f"all of it can be served{would_do(found)}"
+    print_line(verdict if found.models else "no --model was given: nothing else was checked")
+
+
+def would_do(found: Examination) -> str:
+    """Return the end of the verdict: the cards with which the models would fit; empty if no known card does."""
+    fits = (", or ".join(f"{count} x {card}" for count, card in fit.cards) for fit in found.fitting)
+    texts = [f"{fit} (--max-context {at.context})" for at, fit in zip(found.fitting, fits, strict=True)]
+    return f"; these cards do, and larger ones: {'; '.join(texts)}" if texts else ""
 
 
 def versions(found: Examination) -> Iterator[str]:
@@ -114,9 +140,9 @@ def parts(found: Examination) -> Table:
     return table
 
 
-def patches(found: Examination) -> Table:
+def patches(found: Sequence[ExaminedPatch]) -> Table:
     """Return one row per patch. State `changed`: the installed code differs from the patched version."""
     table = Table("change", "inside", "state", "why")
-    for patch in found.patches:
+    for patch in found:
         table.add_row(patch.name, patch.target, patch.state, patch.why)
     return table

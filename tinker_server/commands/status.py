@@ -13,6 +13,7 @@ from prometheus_client.samples import Sample
 from rich.console import Group
 from rich.table import Table
 
+from tinker_server.commands.tables import compact_table
 from tinker_server.errors import StartFailed
 
 GIB = 1 << 30
@@ -76,16 +77,16 @@ def _get(client: httpx.Client, path: str) -> httpx.Response:
 def runs_table(answer: dict[str, Any]) -> Table:
     """Make a table of the key's own runs, the latest first."""
     total = answer["cursor"]["total_count"]
-    table = Table("run", "base model", "rank", "last request", title=f"runs: {total}", title_justify="left")
+    table = compact_table("run", "base model", "rank", "last request", title=f"runs: {total}")
     for run in answer["training_runs"]:
-        last = run["last_request_time"][:19].replace("T", " ")
+        last = run["last_request_time"][:16].replace("T", " ")
         table.add_row(run["training_run_id"], run["base_model"], str(run["lora_rank"] or "all"), last)
     return table
 
 
 def queue_table(gauges: Gauges) -> Table:
     """Make a table of the operations and sequences of all owners."""
-    table = Table("operation", "state", "number", title="queue", title_justify="left")
+    table = compact_table("operation", "state", "number", title="queue")
     for (kind, state), number in sorted(gauges["tinker_operations"].items()):
         table.add_row(kind, state, f"{number:.0f}")
     for (base_model, state), number in sorted(gauges["tinker_engine_sequences"].items()):
@@ -97,7 +98,7 @@ def queue_table(gauges: Gauges) -> Table:
 
 def memory_table(gauges: Gauges) -> Table:
     """Make a table of GPUs, disk, log, and the state of the processes."""
-    table = Table("what", "amount", title="memory and processes", title_justify="left")
+    table = compact_table("what", "amount", title="memory and processes")
     for (gpu, state), amount in sorted(gauges["tinker_gpu_memory_bytes"].items()):
         table.add_row(f"GPU {gpu}, {state}", f"{amount / GIB:.1f} GiB")
     for amount in gauges["tinker_disk_free_bytes"].values():

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Query, Response
 
 from api_schemas.listing import Cursor, from_unix
 from api_schemas.owners import (
-    KeyInfo,
     KeysResponse,
     OwnedRun,
     OwnedRunsResponse,
@@ -24,6 +23,7 @@ from api_schemas.owners import (
     UnloadRunRequest,
 )
 from api_schemas.sessions import FinishReason, FinishSessionRequest
+from tinker_server.auth.described import describe_keys
 from tinker_server.errors import AdministratorsOnly, Cancelled, UnknownModel
 from tinker_server.operations.recording import is_optim_step
 from tinker_server.store.records import TrainingRun
@@ -121,20 +121,7 @@ async def stop(request: StopRunRequest, server: Server, administrator: Administr
 @router.get("/keys", responses=OF_ADMIN)
 async def list_keys(server: Server, _: Administrator) -> KeysResponse:
     """List all keys with their scopes and times. Keys are made and removed on the server's machine alone."""
-    used_at = server.keys.used_at
-    keys = [
-        KeyInfo(
-            owner=key.name,
-            key_id=key.id,
-            scope=key.scope,
-            is_admin=key.is_admin,
-            created_at=None if key.created_at is None else from_unix(key.created_at),
-            expires_at=None if key.expires_at is None else from_unix(key.expires_at),
-            used_at=from_unix(used_at[key.fingerprint]) if key.fingerprint in used_at else None,
-        )
-        for key in server.keys.all()
-    ]
-    return KeysResponse(keys=keys)
+    return describe_keys(server.keys.all(), server.keys.used_at)
 
 
 async def _owned_runs(server: Services, runs: list[TrainingRun]) -> list[OwnedRun]:
