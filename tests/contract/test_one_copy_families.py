@@ -1,8 +1,9 @@
-"""One copy of the base of every family: what the engine loads is what the trainer maps.
+"""One copy of the base of every family: what the engine loads is what the trainer maps, and what it computes with.
 
 pytest -m slow tests/contract/test_one_copy_families.py
 """
 
+import asyncio
 import importlib
 import threading
 from collections.abc import Iterator
@@ -10,18 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends.base_weights.client import BaseWeights
 from backends.base_weights.mapped import Files, map_views
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
+from backends.protocol import ignore_loading
 from backends.sampler.engine.engine import stays_in_fp8
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.model.loading import load
+from tests.engines import fork_sampler
+from tests.factories import present, prompt, words
 from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blocks
-from tests.sampling import sampler_config
+from tests.sampling import sample, sampler_config, scoring
 
 pytestmark = pytest.mark.slow
 REFUSED = ("gpt-oss",)
@@ -140,3 +147,20 @@ def held(spec: ModelSpec, directory: Path) -> ModelSpec:
     threading.Thread(target=holder.serve_forever, args=(ready.set,), daemon=True).start()
     assert ready.wait(10)
     return spec
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3", "Qwen3-VL MoE"])
+async def test_an_engine_computes_with_what_it_maps(family: str, tmp_path: Path) -> None:
+    """A router keeps a correction of its scores beside its module, in DeepSeek-V3's kind."""
+    source = ALL[family](tmp_path / "model")
+    base = BaseWeights(replace(sampler_config(source, tmp_path / "scratch"), base_copies=1))
+    mapping = SamplerPool(base.spec, base.mapped_by(fork_sampler, they_wait=True))
+    reading = SamplerPool(sampler_config(source, tmp_path / "scratch"), fork_sampler)
+    text = scoring(prompt(words(40, 5)))
+    try:
+        await asyncio.gather(base.start(ignore_loading), mapping.start(), reading.start())
+        found, wanted = [present((await sample(pool, text, None)).prompt_logprobs) for pool in (mapping, reading)]
+    finally:
+        await asyncio.gather(mapping.stop(), reading.stop())
+        await base.stop()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)

@@ -321,6 +321,12 @@ MAPPED_MODEL = Patch(
     "19eee78015113ccf0043990767bce027ec5007caf67c41b12ba750d620830cbc",
     "A model whose weights are mapped keeps its other tensors on the meta device, and may fail at its first token.",
 )
+MAPPED_ENTRIES = Patch(
+    "mapped-parameters",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader:IpcModelLoader._apply_entries",
+    "e682841e0190550e180e39fc43231b512d59f198cb3f922f19cbf4f625e2bea6",
+    "The router of a mixture keeps the parameter that it was made with, without values, in place of the mapped one.",
+)
 MAPPED_LOADING = Patch(
     "mapped-loading",
     "vllm.model_executor.model_loader.weight_cache.ipc_loader:IpcModelLoader",
