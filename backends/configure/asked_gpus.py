@@ -65,8 +65,8 @@ def usable_bytes(config: BackendConfig, gpu_bytes: Sequence[int]) -> tuple[int, 
         raise Contradiction(f"{asked}: a GPU has {least / 2**30:.1f} GiB; give at most that, or leave it out")
     if most - least > _ALIKE * most:
         raise Contradiction(
-            f"{asked}: the GPUs have {least / 2**30:.1f} to {most / 2**30:.1f} GiB; show the server GPUs of one size alone, or"
-            " leave it out"
+            f"{asked}: the GPUs have {least / 2**30:.1f} to {most / 2**30:.1f} GiB; show the server GPUs of one size"
+            " alone, or leave it out"
         )
     return (limit,) * len(gpu_bytes)
 

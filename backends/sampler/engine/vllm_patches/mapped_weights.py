@@ -6,8 +6,8 @@ model is made in main memory, of which weights that were never written take none
 device.
 
 The holder's parameters take the place of the model's own in its modules alone. An object that is no module may have one
-of the model's own too: the router of a mixture has the correction of its scores, without values (DeepSeek-V3,
-Nemotron-3). It gets the holder's.
+of the model's own too: the router of a mixture has the correction of its scores, without values. It
+gets the holder's.
 """
 
 from collections.abc import Iterator, Mapping
