@@ -1,9 +1,11 @@
 """A child process that works without giving way: `python -m tests.busy_child FD`."""
 
+import atexit
 import ctypes
 import os
 import pickle
 import subprocess
+import time
 from dataclasses import dataclass
 
 from backends.processes import rpc
@@ -20,6 +22,20 @@ class Grandchild(Command[str]):
 @dataclass(frozen=True)
 class Nap(Command[None]):
     """Do nothing for so long, and let no other thread run."""
+
+    seconds: int
+
+
+@dataclass(frozen=True)
+class Work(Command[None]):
+    """Do nothing for so long, and let other threads run."""
+
+    seconds: int
+
+
+@dataclass(frozen=True)
+class EndSlowly(Command[None]):
+    """Have the end of the interpreter take so long, as with CUDA and vLLM."""
 
     seconds: int
 
@@ -51,6 +67,12 @@ def handle(command: object, _: object) -> object:
             return f"{os.getpid()} {started.pid}"
         case Nap(seconds):
             ctypes.PyDLL(None).sleep(seconds)  # unlike time.sleep, keeps the interpreter's lock
+            return None
+        case Work(seconds):
+            time.sleep(seconds)
+            return None
+        case EndSlowly(seconds):
+            atexit.register(time.sleep, seconds)
             return None
         case Zeros(size):
             return bytes(size)

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
+import select
 import socket
 import sys
 import threading
@@ -18,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Never, TypeVar
 
 from backends.processes.messages import STREAM_LIMIT, Outbox, parts, read_message, receive
 from backends.processes.spans import ANSWERED, UNANSWERED, ProcessSpan, emit
@@ -184,7 +186,9 @@ KeepWaiting = Callable[[float], None]
 
 def serve(make: Callable[[KeepWaiting], Callable[[C, OnPart], object]]) -> None:
     """Run a child's whole life, one command at a time. The function that `make` returns takes a command, and a callback
-    for parts of the answer. It returns the answer, or a Future of it: the next command then runs meanwhile."""
+    for parts of the answer. It returns the answer, or a Future of it: the next command then runs meanwhile. The process
+    ends with the server's end of the connection, whatever it computes then."""
+    end_with_server()
     connection, lock = _connection(), threading.Lock()
     connection.setblocking(True)  # one from another machine was an event loop's before
 
@@ -208,6 +212,26 @@ def serve(make: Callable[[KeepWaiting], Callable[[C, OnPart], object]]) -> None:
         call_id, command = message
         if command is not None:  # else a cancelled call: it has run by now
             answer(call_id, partial(handle, command, partial(send, call_id, "part")), time.time_ns())
+    exit_now()
+
+
+def end_with_server() -> None:
+    """From now on, end this process at once when the server closes its end of the connection, also amid a command.
+    What the process holds is lost with it, so it need give nothing back."""
+
+    def wait() -> None:
+        closed = select.poll()
+        closed.register(int(sys.argv[1]), select.POLLRDHUP)
+        closed.poll()
+        exit_now()
+
+    threading.Thread(target=wait, name="end of the server", daemon=True).start()
+
+
+def exit_now() -> Never:
+    """End this process without the interpreter's and the libraries' own ends, which take CUDA and vLLM seconds."""
+    sys.stderr.flush()
+    os._exit(0)
 
 
 async def serve_async(handle: Callable[[C, OnPart], Awaitable[object]]) -> None:

@@ -23,7 +23,7 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import DRAWN_TOKENS, ModelSpec
 from backends.processes.heap import give_back_memory
 from backends.processes.progress import Progress
-from backends.processes.rpc import OnPart, serve_async
+from backends.processes.rpc import OnPart, end_with_server, exit_now, serve_async
 from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
 from backends.sampler.commands import (
     Chat,
@@ -185,14 +185,6 @@ class SamplerProcess:
         """End the process if the block fails because the engine is dead."""
         return ending_with(self._engine)
 
-    def shutdown(self) -> None:
-        """End the engine."""
-        self._watching.cancel()
-        self._giving_back.cancel()
-        if self._counting is not None:
-            self._counting.cancel()
-        self._engine.shutdown()
-
 
 async def main() -> None:
     """Serve the server's commands until it closes its end."""
@@ -223,9 +215,9 @@ async def main() -> None:
                 case ShareRunning(elsewhere):
                     return started[0].share_running(elsewhere)
 
+    end_with_server()
     await serve_async(handle)
-    for process in started:
-        process.shutdown()
+    exit_now()
 
 
 if __name__ == "__main__":

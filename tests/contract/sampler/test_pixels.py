@@ -32,7 +32,7 @@ async def process(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     config = replace(sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch")), image_cache_bytes=4 << 20)
     running = await SamplerProcess.start(config)
     yield running
-    running.shutdown()
+    running._engine.shutdown()
     environment.undo()
 
 

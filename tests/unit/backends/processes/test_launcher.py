@@ -20,7 +20,7 @@ from backends.processes import launcher
 from backends.processes.launcher import Others, Seat, launch, launch_sampler, launch_trainer
 from backends.processes.rpc import Child, ChildDied
 from backends.protocol import BackendFailed, InvalidInput
-from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
+from tests.busy_child import LONGEST_ANSWER, EndSlowly, Grandchild, Nap, NotToBeRead, Work, Zeros
 from tests.specs import tiny_spec
 
 SERVER = """
@@ -234,6 +234,20 @@ async def test_a_child_that_is_ended_while_it_works_is_no_warning(caplog: pytest
         "INFO",
         "ended the busy process, which had not ended by itself within 0.1 s",
     )
+
+
+@pytest.mark.parametrize("last", [Work(30), EndSlowly(30)])
+async def test_a_child_ends_by_itself_at_once(last: Work | EndSlowly, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "backends.processes.launcher")
+    child = await launch("busy", "tests.busy_child", {})
+    await child.call(Zeros(1))
+    calling = asyncio.create_task(child.call(last))
+    await asyncio.sleep(0.1)
+    began_s = time.monotonic()
+    await child.stop(grace_s=5)
+    assert time.monotonic() - began_s < 2
+    assert not caplog.records
+    await asyncio.gather(calling, return_exceptions=True)
 
 
 async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
