@@ -15,6 +15,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,8 @@ from tinker_server.commands.tables import console, keys_table
 from tinker_server.dashboard.rendering import short
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
+
+AGE = "tinker_backup_age_seconds"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -150,6 +153,25 @@ def test_a_key_is_made_without_a_database_or_with_one_that_cannot_be_read(
     assert main() == 0
     said = capsys.readouterr()
     assert said.out.startswith("tml-") and "could not be counted" in said.err and "not a database" in said.err
+
+
+def test_the_age_of_the_last_backup_is_a_metric(tmp_path: Path) -> None:
+    server = Running(tmp_path / "data")
+
+    def age_s() -> float:
+        (value,) = [sample.value for sample in Status.fetch(server.url, "tml-local").samples if sample.name == AGE]
+        return value
+
+    try:
+        at = time.time() - 5000
+        os.utime(tmp_path / "data/token-secret", (at, at))
+        assert age_s() == pytest.approx(5000, abs=60), "without a backup, since the first start"
+        asyncio.run(back_up(server.settings, tmp_path / "backup"))
+        assert age_s() < 60
+        os.utime(tmp_path / "data/last-backup", (at + 1000, at + 1000))
+        assert age_s() == pytest.approx(4000, abs=60)
+    finally:
+        server.stop()
 
 
 def test_missing_weights_are_named_and_no_backup_is_left(tmp_path: Path) -> None:

@@ -59,13 +59,13 @@ def test_every_setting_that_is_named_exists(path: Path) -> None:
     named = set(re.findall(r"TINKER_SERVER_[A-Z_]*[A-Z]", path.read_text()))
     assert named <= set(names(Settings))
     if path.suffix in (".yaml", ".yml"):
-        assert list(yaml.safe_load_all(path.read_text()))
+        assert list(yaml.load_all(path.read_text(), Overriding))
 
 
 def test_compose_is_whole() -> None:
     (compose,) = loaded("compose.yaml")
     services = compose["services"]
-    assert set(services) == {"server", "backup", "postgres", "prometheus", "grafana"}
+    assert set(services) == {"server", "backup", "postgres", "prometheus", "alertmanager", "grafana"}
     for service in services.values():
         assert ("image" in service) and set(service.get("depends_on", {})) <= set(services)
         for volume in service["volumes"]:
@@ -81,8 +81,49 @@ def test_compose_is_whole() -> None:
     drain_s = float(server["environment"]["TINKER_SERVER_DRAIN_S"])
     assert float(server["stop_grace_period"].removesuffix("s")) > 2 * drain_s
     (prometheus,) = loaded("prometheus.yml")
+    (sent_to,) = prometheus["alerting"]["alertmanagers"][0]["static_configs"]
+    assert sent_to["targets"] == ["alertmanager:9093"]
     (job,) = prometheus["scrape_configs"]
     assert job["metrics_path"] == "/metrics" and job["static_configs"][0]["targets"] == ["server:8000"]
+
+
+def test_alerts_go_to_a_receiver_that_the_alertmanager_has() -> None:
+    (config,) = loaded("alertmanager.yml")
+    receivers = {receiver["name"] for receiver in config["receivers"]}
+    routes = [config["route"], *config["route"]["routes"]]
+    assert {route["receiver"] for route in routes} <= receivers
+    named = {alert["alert"]: alert["labels"]["severity"] for alert in loaded("alerts.yml")[0]["groups"][0]["rules"]}
+    matched = re.findall(r'(alertname|severity)="(\w+)"', (DEPLOY / "alertmanager.yml").read_text())
+    assert {value for _, value in matched} <= named.keys() | set(named.values()) and len(matched) == 3
+
+
+class Overriding(yaml.SafeLoader):
+    """Reads compose's `!reset`, which takes a value away."""
+
+
+Overriding.add_constructor("!reset", lambda loader, node: None)
+
+
+def test_without_gpus_compose_reserves_none_and_takes_the_image_for_a_cpu() -> None:
+    services = yaml.load((DEPLOY / "compose.cpu.yaml").read_text(), Overriding)["services"]
+    (compose,) = loaded("compose.yaml")
+    of_image = {name for name, service in compose["services"].items() if service["image"] == IMAGE}
+    assert services.keys() == of_image and {service["image"] for service in services.values()} == {f"{IMAGE}-cpu"}
+    assert services["server"]["build"]["args"] == {"EXTRA": "cpu"}
+    assert services["server"]["deploy"]["resources"] == {"reservations": None}
+    reserved = [name for name in compose["services"] if "nvidia" in str(compose["services"][name])]
+    assert reserved == ["server"]
+
+
+def test_a_token_of_the_hub_reaches_the_server_by_compose_kubernetes_and_systemd() -> None:
+    (compose,) = loaded("compose.yaml")
+    assert compose["services"]["server"]["environment"]["HF_TOKEN"] == "${HF_TOKEN:-}"
+    assert "HF_TOKEN" not in compose["services"]["backup"]["environment"]
+    (deployment,) = [manifest for manifest in loaded("kubernetes.yaml") if manifest["kind"] == "Deployment"]
+    (server,) = deployment["spec"]["template"]["spec"]["containers"]
+    (token,) = [variable for variable in server["env"] if variable["name"] == "HF_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"]["optional"] is True
+    assert "\nEnvironmentFile=-/etc/tinker-server.env\n" in (DEPLOY / "tinker-server.service").read_text()
 
 
 def test_the_kubernetes_manifests_are_whole() -> None:
@@ -183,7 +224,8 @@ def test_no_file_names_a_tag_of_the_image_that_a_later_build_would_take() -> Non
     named = {
         (path.name, tag) for path, text in texts.items() for tag in re.findall(r"image: tinker-server:(\S+)", text)
     }
-    assert named == {("compose.yaml", "${TAG:?}"), ("kubernetes.yaml", "TAG"), ("kuberay.yaml", "TAG")}
+    in_compose = {("compose.yaml", "${TAG:?}"), ("compose.cpu.yaml", "${TAG:?}-cpu")}
+    assert named == in_compose | {("kubernetes.yaml", "TAG"), ("kuberay.yaml", "TAG")}
     assert not [path for path, text in texts.items() if re.search(r"tinker-server:(\d|latest)", text)]
     for name in ("kubernetes.yaml", "kuberay.yaml"):
         assert f'sed "s/tinker-server:TAG/tinker-server:$TAG/" deploy/{name} | kubectl' in (DEPLOY / name).read_text()
@@ -361,3 +403,15 @@ def test_systemd_finds_no_fault_in_its_units_but_programs_that_are_not_installed
     checked = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False)
     faults = [line for line in checked.stderr.splitlines() if "tinker-server" in line]
     assert [line for line in faults if not line.endswith("is not executable: No such file or directory")] == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("unit", ["tinker-server.service", "tinker-server-backup.service"])
+def test_the_units_are_hardened_as_far_as_gpus_and_compiled_kernels_allow(unit: str) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=20", str(DEPLOY / unit)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+    lines = (DEPLOY / unit).read_text().splitlines()
+    assert not [line for line in lines if line.startswith(("MemoryDenyWriteExecute=", "ProcSubset="))]
+    if unit == "tinker-server.service":
+        assert "DeviceAllow=char-nvidia* rw" in lines and "PrivateDevices=yes" not in lines

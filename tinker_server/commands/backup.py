@@ -23,6 +23,7 @@ from tinker_server.commands import databases
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.store.directories import hold, link
+from tinker_server.store.last_backup import note_backup
 
 ABOUT = "backup.json"
 FORMAT = 1
@@ -49,7 +50,12 @@ async def back_up(settings: Settings, target: Path) -> str:
             (aside / ABOUT).write_text(json.dumps(about))
     except OSError as error:
         raise StartFailed(f"the backup cannot be written: {error}") from None
-    return f"the {kind} database and {len(directories)} directories of weights"
+    said = f"the {kind} database and {len(directories)} directories of weights"
+    try:
+        note_backup(data_dir)
+    except OSError as error:
+        return f"{said}; its time cannot be noted in {data_dir}, so the metric of its age is wrong: {error.strerror}"
+    return said
 
 
 @contextlib.contextmanager

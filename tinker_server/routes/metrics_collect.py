@@ -13,8 +13,10 @@ from prometheus_client.registry import CollectorRegistry
 
 from backends.protocol import BaseModel, EngineUse, GpuState, NodeState, ProcessState
 from tinker_server.offload import LARGE, off_loop
+from tinker_server.store.last_backup import backup_age_s
 from tinker_server.web.deps import Services
 
+_BACKUP_AGE = "Seconds since the last backup; before the first, since the first start of the server."
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 
 
@@ -48,6 +50,7 @@ async def read(server: Services, owner: str) -> Reading:
     engines = await engine_uses(models)
     gpus = await off_loop(owner, LARGE, server.backend.gpus)
     disk = await off_loop(owner, LARGE, shutil.disk_usage, server.settings.data_dir)
+    age_s = await off_loop(owner, LARGE, backup_age_s, server.settings.data_dir)
     families = [
         *_queue(server),
         *_work(server),
@@ -56,6 +59,7 @@ async def read(server: Services, owner: str) -> Reading:
         *_gpus(gpus),
         *_nodes(server.backend.nodes()),
         _gauge("tinker_disk_free_bytes", "Free space on the disk of the data directory.", (), {(): disk.free}),
+        _gauge("tinker_backup_age_seconds", _BACKUP_AGE, (), {} if age_s is None else {(): age_s}),
     ]
     return Reading(server.metrics.registry, families)
 
