@@ -8,11 +8,13 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import secrets
 import shlex
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from backends.files import make_directory, write_private
@@ -123,6 +125,11 @@ class Keys:
             _write(self._path, [line for line in _lines(self._path) if line.hashed != hashed])
         self._known.pop(hashed, None)
 
+    def read_now(self) -> None:
+        """Notice a change of the file at once."""
+        self._checked_at = -math.inf
+        self._reload()
+
     def _reload(self) -> None:
         now = time.monotonic()
         if now < self._checked_at + RELOAD_S:
@@ -171,6 +178,14 @@ def add(path: Path, name: str, *, scope: Scope = "all", is_admin: bool = False, 
     with _locked(path):
         _write(path, [*_lines(path), made])
     return key
+
+
+def set_expiry(path: Path, hashed: str, valid_s: float) -> None:
+    """Let the key with this hash expire after `valid_s` from now. Raises StartFailed, OSError."""
+    expires_at = time.time() + valid_s
+    with _locked(path):
+        lines = _lines(path)
+        _write(path, [replace(line, expires_at=expires_at) if line.hashed == hashed else line for line in lines])
 
 
 def remove(path: Path, name: str, key_id: str | None = None) -> int:

@@ -120,7 +120,7 @@ async def stop(request: StopRunRequest, server: Server, administrator: Administr
 
 @router.get("/keys", responses=OF_ADMIN)
 async def list_keys(server: Server, _: Administrator) -> KeysResponse:
-    """List all keys with their scopes and times. Keys are made and removed on the server's machine alone."""
+    """List all keys with their scopes and times. Only the command line and the administrators' page change them."""
     return describe_keys(server.keys.all(), server.keys.used_at)
 
 

@@ -7,6 +7,7 @@ from tinker_server.dashboard.pages import (
     checkpoints,
     console,
     curves,
+    keys,
     live,
     machine,
     owners,
@@ -18,7 +19,7 @@ from tinker_server.dashboard.pages import (
 )
 from tinker_server.dashboard.rendering import FOLDER
 
-ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, owners, console)
+ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, keys, owners, console)
 
 
 def install(app: FastAPI) -> None:

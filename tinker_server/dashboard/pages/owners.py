@@ -18,7 +18,9 @@ HOURS = 24
 async def show_owners(request: Request, server: Server, viewer: Administrating, number: Number = 1) -> Response:
     """Show the whole page."""
     keys = await api.list_keys(server, viewer.owner)
-    return page(request, "owners.html", {**await _now(server, viewer, number), "keys": keys.keys})
+    return page(
+        request, "owners.html", {**await _now(server, viewer, number), "keys": keys.keys, "made": "", "made_for": ""}
+    )
 
 
 @router.get("/now")
