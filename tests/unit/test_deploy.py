@@ -97,7 +97,7 @@ def test_alerts_go_to_a_receiver_that_the_alertmanager_has() -> None:
     assert {value for _, value in matched} <= named.keys() | set(named.values()) and len(matched) == 3
 
 
-class Overriding(yaml.SafeLoader):
+class Overriding(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
     """Reads compose's `!reset`, which takes a value away."""
 
 

@@ -8,5 +8,5 @@
 - `steps`, `client_metrics`, `usage`, `machine_history`: curves of runs, metrics of clients, use, load of the machine.
 - `checkpoints`, `directories`, `uploads`: saved weights by name, their directories, and files on their way in.
 - `holdings`, `disk_account`: limits on an owner's models and part of the disk.
-- `audit`: changes of saved weights and of projects.
+- `audit`, `last_backup`: changes of saved weights and of projects; the time of the last backup.
 """
