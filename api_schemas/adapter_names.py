@@ -28,7 +28,8 @@ _EXPERT = re.compile(
 )
 _STACK = re.compile(r".+\.experts\.(?P<matrix>w[123])\.lora_(?P<half>[AB])\.weight")
 EXPERT_MATRICES = "expert_matrices"
-"""In the header of a file with stacks: PEFT's names of an expert's matrices by the names of the stacks, as JSON."""
+"""In the header of a file of experts that share factors: PEFT's names of an expert's matrices by the names of the
+stacks, as JSON."""
 _PARTS = frozenset({"in_proj_q", "in_proj_k", "in_proj_v", "x_proj"})
 """Adapters of parts of linears, each beside others."""
 _WHOLE_LINEARS = frozenset({"in_proj_qkv", "in_proj_qkvz", "in_proj"})
@@ -79,9 +80,25 @@ def is_on_hidden_side(stack: str) -> bool:
     return found is not None and (found["matrix"] == "w2") == (found["half"] == "B")
 
 
-def layout_of_linears(shapes: Mapping[str, Sequence[int]], rank: int) -> Layout | None:
-    """Return the layout that the linears of an adapter of this rank tell, by the shapes of its tensors; None if they
-    have the same adapters in every layout."""
+def layout_of(shapes: Mapping[str, Sequence[int]], rank: int, header: Mapping[str, str]) -> Layout | None:
+    """Return the layout of an adapter of this rank, as the names and shapes of its tensors tell; None if they are the
+    same in both.
+
+    `service`: it has adapters of parts of linears, under their own names or as blocks, or adapters of the linears into
+    latents alone; or stacks of experts with one matrix each on the hidden side, and several on the other. Of files
+    expert by expert, which have both layouts, only the header can tell it.
+    """
+    if (of_linears := _layout_of_linears(shapes, rank)) is not None:
+        return of_linears
+    if EXPERT_MATRICES in header:
+        return "service"
+    stacks = {name: shape for name, shape in shapes.items() if is_stack(name) and 0 not in shape}
+    if not stacks:
+        return "own" if any(map(expert_stack, shapes)) else None
+    return "service" if all((shape[0] == 1) == is_on_hidden_side(name) for name, shape in stacks.items()) else "own"
+
+
+def _layout_of_linears(shapes: Mapping[str, Sequence[int]], rank: int) -> Layout | None:
     ranks: dict[str, int] = {}
     for name, shape in shapes.items():
         module, _, half = name.rpartition(".lora_")

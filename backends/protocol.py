@@ -74,9 +74,7 @@ class BaseModelInfo:
     trains_vision: bool = False
     """True if models may train the vision tower."""
     lora_layout: Layout = "own"
-    """Layout of new models whose request does not say."""
-    lora_layouts: tuple[Layout, ...] = ("own", "service")
-    """Layouts that a request may ask for."""
+    """Layout of new models whose request does not say; `own` where both are the same."""
     numerics: Mapping[str, str] = field(default_factory=dict)
     """Settings and versions of libraries on which the numbers of training depend."""
 
@@ -184,7 +182,8 @@ class LoadedModel:
     model_id: str
     owner: str
     size_bytes: int
-    """Device memory of each rank that it takes while it trains: weights, gradient, moments."""
+    """Device memory of each rank that it takes while it trains: weights, gradient, moments. Loaded weights may have
+    another layout than the model had."""
     latest_work: int = 0
     """A number that changes whenever the trainer begins to work for it."""
     worked_s: float = 0.0
@@ -234,8 +233,8 @@ class Trainer(Protocol):
 
     async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
         """Read what was saved as `state` into a model of the same LoRA shape; the gradient is cleared. Without the
-        optimizer it may be any adapter in PEFT's names or in those of Tinker's tools. If it fails, the model is as it
-        was."""
+        optimizer it may be any adapter in PEFT's names or in those of Tinker's tools. The model gets the layout of the
+        weights. If it fails, the model is as it was."""
 
     async def snapshot(self, model: LoadedModel, directory: Path) -> Awaitable[None]:
         """Copy the whole model with its accumulated gradient, and write the copy into `directory` while later

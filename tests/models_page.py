@@ -10,9 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 
 from backends.families.coverage import check_coverage
+from backends.families.family import Family
+from backends.families.lora_names import service_adapters
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed
 from tests.models import (
@@ -84,6 +87,13 @@ Qwen3.5 and Qwen3-Next, which runs in bfloat16, the mean difference is at most 0
 | kind | architecture | images | experts | `train_attn` | `train_mlp` | `train_unembed` | frozen |
 |---|---|---|---|---|---|---|---|
 """
+OWN = """
+The table has the target modules of the layout `service`, which new models have. Those of the layout `own`
+([both](training.md#two-layouts)) differ in these kinds:
+
+| kind | trained with `own` | in their place with `service` |
+|---|---|---|
+"""
 NOTES = """
 - **Files.** Weights are in `model.safetensors`, or in the files that `model.safetensors.index.json` names. Trainer,
   engine and memory plan read these, and config, tokenizer and processor as transformers has them; vLLM gets links to
@@ -94,19 +104,19 @@ NOTES = """
 - **Vision tower.** It is frozen by default. With `--train-vision`, its linear layers and those of its mergers are
   trained in the Qwen kinds (`model.visual`), and trainer and engine agree. The embedding of patches stays frozen.
   InternVL, SmolVLM and Gemma 3 with images refuse the option at start.
-- **Experts.** Each of an expert's three matrices has its own adapter of the full rank, or shares one of its factors
-  with all experts of the layer ([two layouts](training.md#the-lora-of-experts)). Nemotron's experts have two matrices.
+- **Experts.** Each of an expert's three matrices shares one of its factors with all experts of the layer, or has its
+  own adapter of the full rank ([two layouts](training.md#two-layouts)). Nemotron's experts have two matrices.
   Routers and the gates of shared experts are frozen.
 - **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample.
   On CUDA in bfloat16, the delta rule (Qwen3.5, Qwen3-Next) has flash-linear-attention's kernels, and these layers are
   compiled and part of CUDA graphs. Elsewhere they compute transformers' equations in torch, and so does Mamba2.
 - **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts; of Nemotron
-  `mixer.experts.w1`, which is up, and `w2`. Uploads may have a factor that all experts of a layer share once, as the
-  hosted service's files (`[1, rank, hidden]` of A of gate and up, `[1, hidden, rank]` of B of down): they are trained,
-  saved and exported so. For PEFT and vLLM they have the names of the model's own files, expert by
-  expert. The cookbook's tools can build and merge them, except for Mixtral, whose files have other names
-  (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads the exports of Qwen3 MoE and Mixtral. For other kinds with experts,
-  and for models that also have layers without experts, it omits a part without an error: merge these exports.
+  `mixer.experts.w1`, which is up, and `w2`. A factor that all experts of a layer share is there once, as in the hosted
+  service's files (`[1, rank, hidden]` of A of gate and up, `[1, hidden, rank]` of B of down), and uploads may have it
+  so. For PEFT and vLLM they have the names of the model's own files, expert by expert. The cookbook's tools can build
+  and merge them, except for Mixtral, whose files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads
+  the exports of Qwen3 MoE and Mixtral. For other kinds with experts, and for models that also have layers without
+  experts, it omits a part without an error: merge these exports.
 - **InternVL** must have transformers' own form (`-hf`) and a dense decoder. An image consists of up to 12 tiles and one
   tile of the whole image, between `<img>` and `</img>`. On CUDA its engine has run.
 - **SmolVLM** divides images into tiles too, with their positions as text and with `<fake_token_around_image>`. The
@@ -122,8 +132,11 @@ NOTES = """
   (`do_pan_and_scan`), a window shorter than an image, and `--train-vision`.
 - **Linear attention** (Qwen3.5, Qwen3-Next, Nemotron) keeps A_log in float32 in trainer and engine, whatever the
   precision, and the delta rule's gated norm too: published files of Qwen3.5 have both so.
-- **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
-  vendor's parts.
+- **Merged projections.** `in_proj_q`, `in_proj_k` and `in_proj_v` are rows of `in_proj_qkv` of Qwen3.5, and with
+  `in_proj_z` of `in_proj_qkvz` of Qwen3-Next; `gate_proj` and `x_proj` are rows of Mamba2's `in_proj`. Exports have
+  these names, which the hosted service's files have too. PEFT's form has one adapter of the merged projection, of as
+  many times the rank as it has parts, in blocks (`rank_pattern`, `alpha_pattern`). Uploads may have either. PEFT 0.21
+  refuses `out_proj` of Mamba2: merge these exports.
 - **Nemotron-H, Nemotron-3-Nano** (`NemotronHForCausalLM`). Each layer is Mamba2, attention without rotation, an MLP or
   experts, alone. Convolutions, A, D and biases of time steps are frozen, and so are norms and routers. The scan is in
   plain torch; layers of Mamba2 are not compiled, and the model is not part of CUDA graphs. transformers lengthens time
@@ -181,12 +194,13 @@ NOTES = """
   no adapters of the head.
 - **Gemma 2** is refused in bfloat16 on CUDA: no kernel there has both the cap of its attention scores and a backward.
 - **gpt-oss.** Trainer and engine dequantise its MXFP4 weights to bfloat16 at load, to four times the size of the files.
-  Sinks, routers and all biases are frozen. Each expert's gate, up and down have their own adapters, saved as `w1`, `w3`
-  and `w2`. vLLM itself expects one adapter of gate and up together for this kind, so merge the weights for use in other
-  programs. Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM
+  Sinks, routers and all biases are frozen. Adapters of an expert's gate, up and down are saved as `w1`, `w3` and `w2`.
+  vLLM itself expects one adapter of gate and up together for this kind, so merge the weights for use in other programs.
+  Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM
   would write them in another format than the model's template, and would download this format.
-- **DeepSeek-V3** has latent attention (MLA), and a sigmoid router with groups. All linears of the attention and the
-  shared experts are trained; the latents' norms, the routers and what corrects their scores are frozen. The engine
+- **DeepSeek-V3** has latent attention (MLA), and a sigmoid router with groups. The linears of the attention, with
+  `service` not those out of its latents, and the shared experts are trained; the latents' norms, the routers and what
+  corrects their scores are frozen. The engine
   computes whole keys and values, as the trainer does. vLLM's own form multiplies `kv_b_proj` into other matrices at
   load, and its adapters are left out. With it, on a CPU in bfloat16, the load check found a tiny model's adapters of
   `kv_b_proj` alone 0.59 nats from the trainer and refused them; the base itself was 0.17 off. With whole keys and
@@ -206,26 +220,47 @@ NOTES = """
 def page() -> str:
     """The whole page."""
     with tempfile.TemporaryDirectory() as directory:
-        served = [
-            _line(name, make(Path(directory) / str(number))) for number, (name, make) in enumerate(SERVED.items())
-        ]
+        models = {
+            name: _empty(make(Path(directory) / str(number))) for number, (name, make) in enumerate(SERVED.items())
+        }
+        served = [_line(name, *model) for name, model in models.items()]
+        own = [line for name, (family, model) in models.items() for line in _own_line(name, family, model)]
     refused = [f"| {name} | {_refusal(*kind)} |\n" for name, kind in REFUSED.items()]
-    return HEAD + "".join(served) + NOTES + "".join(refused)
+    return HEAD + "".join(served) + OWN + "".join(own) + NOTES + "".join(refused)
 
 
-def _line(name: str, source: Path) -> str:
+def _empty(source: Path) -> tuple[Family, PreTrainedModel]:
+    """The family and a model without memory."""
     config = AutoConfig.from_pretrained(source)
     family = find_family(config, str(source))
     check_coverage(family, config, str(source))
     with torch.device("meta"):
-        model = family.model_class.from_config(config)
-    groups = family.lora_modules(model)
-    flags = [_short(groups[flag]) for flag in ("train_attn", "train_mlp", "train_unembed")]
+        return family, family.model_class.from_config(config)
+
+
+def _own_line(name: str, family: Family, model: PreTrainedModel) -> Iterator[str]:
+    """The modules of the layout `own` that the service's has not, if there are any."""
+    modules = [one for names in family.lora_modules(model).values() for one in names]
+    others = [one for one in modules if isinstance(model.get_submodule(one), nn.Linear)]
+    if found := _short([one for one in others if service_adapters(model, one) is not None]):
+        in_service = _short([part for one in others for part in service_adapters(model, one) or ()])
+        yield f"| {name} | {found} | {in_service or '-'} |\n"
+
+
+def _line(name: str, family: Family, model: PreTrainedModel) -> str:
+    config, groups = model.config, family.lora_modules(model)
+    flags = [_short(_in_service(model, groups[flag])) for flag in ("train_attn", "train_mlp", "train_unembed")]
     names = {re.sub(r"\.\d+\.", ".*.", one) for one, _ in model.named_modules()}
     frozen = ", ".join(f"`{one.rpartition('*.')[2]}`" for one in family.frozen if one in names) or "-"
     has_experts = any(one.endswith(".experts") for one in groups["train_mlp"])
     cells = [name, f"`{config.architectures[0]}`", _yes(family.vision is not None), _yes(has_experts)]
     return f"| {' | '.join([*cells, *flags, frozen])} |\n"
+
+
+def _in_service(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The adapters of these modules in the layout of the hosted service."""
+    parts = {name: service_adapters(model, name) for name in names if isinstance(model.get_submodule(name), nn.Linear)}
+    return [each for name in names for each in ([name] if parts.get(name) is None else parts[name] or ())]
 
 
 def _yes(given: bool) -> str:

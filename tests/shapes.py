@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from api_schemas.training import Layout as LoraLayout
 from backends.config import BackendConfig
 from backends.configure.describe import packed, read_size
 from backends.configure.model_size import ModelSize
@@ -27,7 +28,9 @@ _SHORT = {
 
 
 @cache
-def shape(name: str, *, train_vision: bool = False, in_fp8: bool = False) -> ModelSize:
+def shape(
+    name: str, *, train_vision: bool = False, in_fp8: bool = False, lora_layout: LoraLayout = "service"
+) -> ModelSize:
     """Return the shapes of a published model, by its name or a short one, on CUDA. Its tokenizer and image processor
     are the small model's. `in_fp8`: as if the decoder's linears were published in fp8, and stay so. Raises
     BackendFailed, as a server would, for one that cannot be served."""
@@ -41,6 +44,8 @@ def shape(name: str, *, train_vision: bool = False, in_fp8: bool = False) -> Mod
                 shutil.copy(file, directory)
         (Path(directory) / "config.json").write_text(json.dumps(config))
         precision: Literal["fp8"] | None = "fp8" if in_fp8 else None
-        settings = BackendConfig(models={name: name}, train_vision=train_vision, base_precision=precision)
+        settings = BackendConfig(
+            models={name: name}, train_vision=train_vision, base_precision=precision, lora_layout=lora_layout
+        )
         renderer, size = read_size(name, Path(directory), settings, "cuda")
         return packed(size, decoder_linears(renderer.family, renderer.config, directory).values()) if in_fp8 else size

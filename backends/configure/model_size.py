@@ -62,7 +62,7 @@ class ModelSize:
     """The model's own limit, in tokens."""
     can_be_captured: bool = True
     """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
-    lora_layout: Layout = "own"
+    lora_layout: Layout = "service"
     """Layout of the models for which memory is planned."""
     packed_numbers: int = 0
     """Numbers of the base that stay in fp8."""

@@ -61,9 +61,6 @@ class Support:
         if config.replay_routing:
             unseen = f"nobody has compared replayed routers of {self.renderer.config.architectures[0]} with its engine"
             yield "replay_routing", True, unseen if self.renderer.family.has_state_space else None, "leave it off"
-        if config.lora_layout == "service":
-            parts = "its engine has not been compared with adapters of some rows of linears"
-            yield "lora_layout", "service", parts if numbers.divides_linears else None, "leave it out"
 
     @property
     def dtype(self) -> Dtype:

@@ -58,6 +58,11 @@ class Numbers:
         """Numbers of an adapter that trains all modules, per LoRA rank, if each expert has its own."""
         return sum(matrix.count * (matrix.outputs + matrix.inputs) for matrix in self.matrices)
 
+    @property
+    def has_layouts(self) -> bool:
+        """True if adapters of both layouts differ."""
+        return self.divides_linears or self.more_of_own > 0
+
     def of_layout(self, layout: Layout) -> int:
         """Return the same of an adapter of this layout."""
         return self.adapter - (self.more_of_own if layout == "service" else 0)

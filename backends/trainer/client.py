@@ -259,7 +259,7 @@ class TrainerClient:
 
     async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
         """Implement the protocol."""
-        await self._run(model, commands.LoadState(model.model_id, directory, with_optimizer))
+        model.size_bytes = await self._run(model, commands.LoadState(model.model_id, directory, with_optimizer))
 
     async def _load(self, ranks: list[Child]) -> None:
         starts = [commands.Start(spec) for spec in self._replicas.specs()]

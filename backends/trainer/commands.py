@@ -105,8 +105,8 @@ class Save(Command[None]):
 
 
 @dataclass(frozen=True)
-class LoadState(Command[None]):
-    """`protocol.Trainer.load_state`."""
+class LoadState(Command[int]):
+    """`protocol.Trainer.load_state`. Returns bytes as CreateModel does."""
 
     model_id: str
     directory: Path

@@ -57,7 +57,7 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
         case commands.Save(model_id, directory, form):
             rank.save_sampler_weights(model_id, directory, for_elsewhere=form == "export")
         case commands.LoadState(model_id, directory, with_optimizer):
-            rank.load_state(model_id, directory, with_optimizer)
+            return rank.load_state(model_id, directory, with_optimizer)
         case commands.Snapshot(model_id, directory):
             rank.snapshot(model_id, directory)
         case commands.AwaitSnapshot(directory):

@@ -70,7 +70,10 @@ class TrainerRank:
         """Create a model, afresh or from its snapshot, and return the bytes of this rank's device that it takes while
         it trains. If it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
-        self.models[model_id] = model = agreed(lambda: self._new_model(lora), self._world)
+        if snapshot is not None:
+            lora = self.base.files.with_layout_in(lora, snapshot)  # of weights that were loaded into it
+        model = self._new_planned(lora)
+        self.models[model_id] = model
         self._note_use(model)
         if snapshot is not None:
             try:
@@ -79,6 +82,20 @@ class TrainerRank:
                 self.delete_model(model_id)
                 raise
         return model.training_bytes
+
+    def _new_planned(self, lora: Trainable) -> LoraModel:
+        """Create a model. Raises BackendFailed if it is of a layout that memory is not planned for, and could not be
+        trained, not even alone. All ranks fail, or none."""
+        model = agreed(lambda: self._new_model(lora), self._world)
+        planned = self._config.lora_layout
+        if lora.layout != planned and self._reserve_and_count(model, alone=True) == 0:
+            raise BackendFailed(
+                f"a model of rank {lora.rank} and of the LoRA layout {lora.layout} takes"
+                f" {model.training_bytes / GIB:.1f} GiB in training, for which the GPU has no room beside the base:"
+                f" memory is planned for the layout {planned}"
+                f" (setting backend.lora_layout); take that layout or a smaller rank, or set it to {lora.layout}"
+            )
+        return model
 
     def _new_model(self, lora: Trainable) -> LoraModel:
         """Create a model, if need be in the memory of graphs and of other models. Raises OutOfMemoryError."""
@@ -314,9 +331,20 @@ class TrainerRank:
         load_check = self.base.score_load_check(model, model_id)
         self.base.files.save_sampler_weights(model, directory, load_check, for_elsewhere=for_elsewhere)
 
-    def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
-        """Load a saved state. If it raises, the model is as it was."""
-        self.base.files.load_state(self._about_to_move(model_id), directory, with_optimizer=with_optimizer)
+    def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> int:
+        """Load a saved state, and return what `create_model` does. If it raises, the model is as it was.
+
+        A state of another layout makes another model of this one.
+        """
+        model = self._about_to_move(model_id)
+        config = self.base.files.with_layout_in(model.config, directory)
+        loaded = model if config == model.config else self._new_planned(config)
+        self.base.files.load_state(loaded, directory, with_optimizer=with_optimizer)
+        if loaded is not model:
+            self.delete_model(model_id)
+            self.models[model_id] = loaded
+            self._note_use(loaded)
+        return loaded.training_bytes
 
     def snapshot(self, model_id: str, directory: Path) -> None:
         """Copy everything; a thread of rank 0 writes the copy, until `snapshot_written` is done."""

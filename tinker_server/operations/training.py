@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Set
+from typing import cast, get_args
 
 from api_schemas import ids
 from api_schemas.training import (
@@ -129,11 +130,10 @@ def _trains_vision(request: CreateModelRequest, base: BaseModelInfo) -> bool:
 def _layout(request: CreateModelRequest, base: BaseModelInfo) -> Layout:
     """Return the layout of a new model: the server's, unless its user_metadata names one."""
     said = (request.user_metadata or {}).get("experts", base.lora_layout)
-    for layout in base.lora_layouts:
+    for layout in get_args(Layout):
         if said == layout:
-            return layout
-    known = " or ".join(map(repr, base.lora_layouts))
-    raise Unsupported(f"user_metadata.experts is {said!r}: it must be {known} for {base.name}")
+            return cast(Layout, layout)
+    raise Unsupported(f"user_metadata.experts is {said!r}: it must be {' or '.join(map(repr, get_args(Layout)))}")
 
 
 def _trainable(lora: LoraConfig, others: Mapping[str, object]) -> Trainable:

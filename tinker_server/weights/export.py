@@ -15,9 +15,7 @@ from pathlib import Path
 from api_schemas.adapter_names import (
     NOT_FOR_PEFT,
     is_of_a_layer,
-    is_on_hidden_side,
-    is_stack,
-    layout_of_linears,
+    layout_of,
     tinker_name,
 )
 from api_schemas.training import Layout
@@ -66,20 +64,12 @@ def write_both_forms(directory: Path) -> None:
         expanded.rmdir()
 
 
-def layout_of(source: Path, rank: int) -> Layout:
-    """Return the layout of the adapter of this rank in a file, as its names and shapes tell.
-
-    `service`: it has adapters of parts of linears, under their own names or as blocks, or adapters of the linears into
-    latents alone; or stacks of experts with one matrix each on the hidden side, and several on the other.
-    """
+def layout_in(source: Path, rank: int) -> Layout | None:
+    """Return the layout of the adapter of this rank in a file; None if it is the same in both."""
     with source.open("rb") as read:
-        header, _, _ = read_header(read)
+        header, metadata, _ = read_header(read)
     shapes = {name: shape for name, place in header.items() if isinstance(shape := place.get("shape"), list) and shape}
-    if (of_linears := layout_of_linears(shapes, rank)) is not None:
-        return of_linears
-    stacks = {name: shape for name, shape in shapes.items() if is_stack(name) and 0 not in shape}
-    shares = all((shape[0] == 1) == is_on_hidden_side(name) for name, shape in stacks.items())
-    return "service" if stacks and shares else "own"
+    return layout_of(shapes, rank, metadata if isinstance(metadata, dict) else {})
 
 
 def has_tower(source: Path) -> bool:

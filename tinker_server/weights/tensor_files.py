@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypedDict
 
-from api_schemas.adapter_names import EXPERT_MATRICES
-
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format's own reader."""
 
@@ -58,8 +56,6 @@ def rearrange(
         header, metadata, header_bytes = read_header(read)
         exported = arrange(header)
         places: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-        if isinstance(metadata, dict):
-            metadata.pop(EXPERT_MATRICES, None)  # for this file's own names alone
         end = 0
         for name, tensor in exported.items():
             begin, end = end, end + tensor.num_bytes

@@ -204,14 +204,9 @@ def _trainable(upload: Upload, source: Path, info: BaseModelInfo) -> Trainable:
     lora = upload.lora_config
     try:
         train_vision = export.has_tower(source / ADAPTER_FILE)
-        layout = export.layout_of(source / ADAPTER_FILE, lora.rank)
+        layout = export.layout_in(source / ADAPTER_FILE, lora.rank) or "own"
     except (ValueError, AttributeError, TypeError, RecursionError):  # whatever the header is in place of an object
         raise BadRequest(f"{ADAPTER_FILE} is no safetensors file: its header is no object of tensors") from None
-    if layout not in info.lora_layouts:
-        raise BadRequest(
-            f"{ADAPTER_FILE} has the hosted service's layout, with factors that experts share or adapters of parts of a"
-            f" linear; {info.name} takes adapters of each expert and each whole linear here"
-        )
     return Trainable(
         rank=lora.rank,
         seed=0,

@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from api_schemas.adapter_names import layout_of
+from api_schemas.training import Layout, Trainable
 from backends.formats.load_check import LoadCheck
+from backends.protocol import ADAPTER_FILE
 from backends.trainer import checkpoint_files
 from backends.trainer.distributed import World, gather_objects, on_rank_zero
 from backends.trainer.lora.model import LoraModel
@@ -65,6 +69,21 @@ class LoraFiles:
             checkpoint_files.write_optimizer(aside, moments)
 
         checkpoint_files.write_on_rank_zero(directory, write, self._world)
+
+    def with_layout_in(self, config: Trainable, directory: Path) -> Trainable:
+        """Return the config of a model that loads the weights in a directory: with the layout that their file tells.
+        All ranks call it."""
+
+        def read() -> Layout | None:
+            try:
+                with safe_open(directory / ADAPTER_FILE, "pt") as file:
+                    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+                    return layout_of(shapes, config.rank, file.metadata() or {})
+            except (OSError, SafetensorError):
+                return None  # reading the tensors says what is wrong
+
+        found = gather_objects(on_rank_zero(read, self._world), self._world)[0]
+        return config if found is None else config.model_copy(update={"layout": found})
 
     def load_state(self, model: LoraModel, directory: Path, *, with_optimizer: bool) -> None:
         """Load a saved adapter; the gradient is cleared, and without its state the optimizer starts afresh."""

@@ -6,13 +6,13 @@ pytest tests/unit/backends/families/test_lora_layouts.py
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from api_schemas.training import Layout
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models
-from backends.protocol import BackendFailed
 from tests.fakes import FakeBaseModel
 from tests.models import FAMILIES
 from tests.published import SERVICE_COUNTS
@@ -46,16 +46,16 @@ def test_a_model_trains_as_many_numbers_as_at_the_hosted_service(name: str) -> N
 
 def test_the_memory_of_a_mixtures_models_is_planned_by_their_layout() -> None:
     size = shape("Qwen/Qwen3-30B-A3B")
-    service = replace(size, lora_layout="service")
-    assert size.adapter_numbers(32) - service.adapter_numbers(32) == 32 * (51_904_512 - 14_450_688)
-    assert size.slot_bytes(32) == service.slot_bytes(32)  # the engine's slots have the factor of each expert
+    own = replace(size, lora_layout="own")
+    assert own.adapter_numbers(32) - size.adapter_numbers(32) == 32 * (51_904_512 - 14_450_688)
+    assert own.slot_bytes(32) == size.slot_bytes(32)  # the engine's slots have the factor of each expert
 
 
 def test_the_environment_sets_the_layout_of_new_models(monkeypatch: pytest.MonkeyPatch) -> None:
     serve = ["serve", "--model", "a=org/name"]
-    assert read_settings(parse(serve)).backend.lora_layout == "own"
-    monkeypatch.setenv("TINKER_SERVER_BACKEND__LORA_LAYOUT", "service")
     assert read_settings(parse(serve)).backend.lora_layout == "service"
+    monkeypatch.setenv("TINKER_SERVER_BACKEND__LORA_LAYOUT", "own")
+    assert read_settings(parse(serve)).backend.lora_layout == "own"
 
 
 @pytest.mark.parametrize("of_server", ["own", "service"])
@@ -80,25 +80,21 @@ async def test_an_unknown_layout_is_refused(tmp_path: Path, said: object) -> Non
     async with server(tmp_path) as client:
         result = await client.result(await client.create_model(user_metadata={"experts": said}))
         error = json.loads(result.body)["error"]
-        assert result.failed and f"user_metadata.experts is {said!r}: it must be 'own' or 'service' for tiny" in error
+        assert result.failed and f"user_metadata.experts is {said!r}: it must be 'own' or 'service'" in error
 
 
-async def test_a_kind_without_the_services_layout_refuses_it(tmp_path: Path) -> None:
-    """That would train some rows of its linears, which its engine has not been compared with."""
-    async with server(tmp_path) as client:
-        base = client.services.models.base("tiny")
-        assert isinstance(base, FakeBaseModel)
-        base.info = replace(base.info, lora_layouts=("own",))
-        result = await client.result(await client.create_model(user_metadata={"experts": "service"}))
-        assert result.failed and "experts is 'service': it must be 'own' for tiny" in json.loads(result.body)["error"]
+WITH_LAYOUTS = (
+    *("gpt-oss", "DeepSeek-V3", "Qwen3 MoE", "Qwen3-Next", "Qwen2 MoE", "Mixtral", "Qwen3-VL MoE"),
+    *("Nemotron-H", "Nemotron-3", "Qwen3.5", "Qwen3.5 MoE"),
+)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3 MoE", "Qwen3.5"])
-def test_the_setting_is_refused_for_kinds_without_the_services_layout(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_new_models_have_the_services_layout_where_it_differs(kind: str, tmp_path: Path) -> None:
     source = FAMILIES[kind](tmp_path / "model")
-    settings = BackendConfig(models={"a": str(source)}, lora_layout="service", device="cpu", scratch_dir=tmp_path / "s")
-    if kind == "Qwen3 MoE":
-        assert describe_models(settings)["a"].spec.lora_layouts == ("own", "service")
-    else:
-        with pytest.raises(BackendFailed, match=r"lora_layout service .* not been compared with adapters"):
-            describe_models(settings)
+    models, found = {"a": str(source)}, {}
+    for layout in get_args(Layout):
+        settings = BackendConfig(models=models, lora_layout=layout, device="cpu", scratch_dir=tmp_path / "scratch")
+        found[layout] = describe_models(settings)["a"].spec.lora_layout
+    has_layouts = kind in WITH_LAYOUTS
+    assert found == {"own": "own", "service": "service" if has_layouts else "own"}

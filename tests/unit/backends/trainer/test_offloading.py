@@ -17,8 +17,10 @@ from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.recompute import ActivationCosts, Memory, Recomputation
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, succeeded, words
+from tests.models import make_tiny_moe
 from tests.ranks import on_two_ranks
 from tests.trainers import LORA, assert_same, config, forward_backward, lora_model, perturb, together
+from tests.trainers import trainer as make_trainer
 
 PER_TOKEN = 1000
 LONGEST = 100
@@ -183,3 +185,26 @@ def on_shards(world: World, source: Path) -> list[object]:
 def test_ranks_offload_together(source: Path) -> None:
     first, second = on_two_ranks(on_shards, source)
     assert first == second == [["a"], ["b"]] * 4
+
+
+def test_a_model_of_a_layout_that_is_not_planned_is_refused_where_it_has_no_room(tmp_path: Path) -> None:
+    source = make_tiny_moe(tmp_path / "model")
+    rank = make_trainer(source, lora_layout="service")
+    service = Trainable(rank=8, seed=1, train_attn=False, train_unembed=False, layout="service")
+    rank.create_model("a", service)
+    rank.base.memory = card = Card(rank)
+    card._limit_bytes = lora_model(rank, "a").training_bytes + PER_TOKEN
+    own = service.model_copy(update={"layout": "own"})
+    with pytest.raises(BackendFailed, match=r"rank 8 and of the LoRA layout own .* planned for the layout service"):
+        rank.create_model("b", own)
+    assert rank.models.keys() == {"a"}
+    rank.create_model("b", service)
+    elsewhere = make_trainer(source)
+    elsewhere.create_model("m", own)
+    elsewhere.save_state("m", tmp_path / "state")
+    with pytest.raises(BackendFailed, match=r"planned for the layout service"):
+        rank.load_state("b", tmp_path / "state", with_optimizer=True)
+    assert lora_model(rank, "b").config == service
+    card._limit_bytes *= 10
+    rank.load_state("b", tmp_path / "state", with_optimizer=True)
+    assert lora_model(rank, "b").config == own

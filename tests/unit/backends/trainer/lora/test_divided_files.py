@@ -97,7 +97,7 @@ def test_each_form_gives_the_same_tensors_and_tells_its_layout(saved: Saved, kin
         read = saved.read(form)
         assert read.keys() == saved.tensors.keys()
         assert all(torch.equal(read[name], saved.tensors[name]) for name in read)
-        assert export.layout_of(saved.directory / form / ADAPTER_FILE, RANK) == "service"
+        assert export.layout_in(saved.directory / form / ADAPTER_FILE, RANK) == "service"
     config = json.loads((saved.directory / export.PEFT / ADAPTER_CONFIG_FILE).read_text())
     assert config.get("rank_pattern", {}) == {name: count * RANK for name, count in WHOLES[kind].items()}
 
@@ -154,7 +154,7 @@ def test_peft_adds_the_products_of_all_parts_in_their_rows(kind: str, tmp_path: 
 
 def test_an_adapter_of_the_own_layout_is_told_from_it_by_its_linears(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, Trainable(rank=RANK, seed=1, train_mlp=False))
-    assert {export.layout_of(tmp_path / form / ADAPTER_FILE, RANK) for form in FORMS} == {"own"}
+    assert {export.layout_in(tmp_path / form / ADAPTER_FILE, RANK) for form in FORMS} == {"own"}
 
 
 @pytest.fixture
