@@ -25,7 +25,14 @@ from backends.trainer.lora.linear import ALPHA
 from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
-from tests.models import make_tiny_deepseek_v3, make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_qwen3_next
+from tests.models import (
+    make_tiny_deepseek_v3,
+    make_tiny_gpt_oss,
+    make_tiny_moe,
+    make_tiny_nemotron_h,
+    make_tiny_qwen3_5,
+    make_tiny_qwen3_next,
+)
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
@@ -184,20 +191,33 @@ def test_two_ranks_are_as_one(source: Path) -> None:
     check_two_are_as_one(on_ranks, source)
 
 
+IN_ENGINE: dict[str, Callable[[Path], Path]] = {
+    "Qwen3 MoE": make_tiny_moe,
+    "Qwen3.5": make_tiny_qwen3_5,
+    "Qwen3.5 MoE": lambda path: make_tiny_qwen3_5(path, moe=True),
+    "Nemotron-3": make_tiny_nemotron_h,
+    "DeepSeek-V3": make_tiny_deepseek_v3,
+    "gpt-oss": make_tiny_gpt_oss,
+}
+OF_ALL_MODULES = {name: lora.model_copy(update={"train_mlp": name != "attention"}) for name, lora in ADAPTERS.items()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [make_tiny_qwen3_5, make_tiny_nemotron_h, make_tiny_deepseek_v3])
+@pytest.mark.parametrize("make", IN_ENGINE.values(), ids=IN_ENGINE)
 async def test_the_engine_scores_the_services_modules_as_the_trainer(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     source = make(tmp_path / "model")
     renderer = make_renderer(source)
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
-    rank = trained(trainer(source, dtype=dtype), ADAPTERS)
-    for name in ADAPTERS:
+    rank = trained(trainer(source, dtype=dtype), OF_ALL_MODULES)
+    for name in OF_ALL_MODULES:
         rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
         rank.save_sampler_weights(name, tmp_path / f"{name}-export" / export.PEFT, for_elsewhere=True)
         export.write_both_forms(tmp_path / f"{name}-export")
-    directories = [(name, tmp_path / f"{name}{form}") for name in ADAPTERS for form in ("", f"-export/{export.PEFT}")]
+    directories = [
+        (name, tmp_path / f"{name}{form}") for name in OF_ALL_MODULES for form in ("", f"-export/{export.PEFT}")
+    ]
     running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype), fork_sampler)
     await running.start()
     try:
