@@ -85,7 +85,7 @@ class CreateModelRequest(Request):
     """Free-form metadata, which is listed. Two entries have an effect. `train_vision`, 'true' or 'false', says whether
     the adapter covers the vision tower, on a server that trains it. `experts`, 'own' or 'service', says whether the
     experts of a mixture have adapters of their own, or share factors as at the hosted service, and whether linear
-    attention, Mamba2 and DeepSeek's attention have adapters of every linear, or its target modules."""
+    attention, Mamba2 and latent attention have adapters of every linear, or its target modules."""
     lora_config: LoraConfig | None = None
     """The adapter."""
     optimizer_config: OptimizerConfig = OptimizerConfig()

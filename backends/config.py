@@ -56,7 +56,7 @@ class BackendConfig(BaseModel):
     """Train the vision tower too, except in models whose user_metadata has train_vision false."""
     lora_layout: Layout = "service"
     """LoRA of new models whose user_metadata has no `experts`. service: as at the hosted service, the experts of a
-    layer share the factors on the hidden side, and linear attention, Mamba2 and DeepSeek's attention have its target
+    layer share the factors on the hidden side, and linear attention, Mamba2 and latent attention have its target
     modules. own: every expert and every linear has an adapter of its own. Models without these are the same."""
     replay_routing: bool = False
     """In mixtures of experts, send sampled tokens to the same experts in training as in the sampler."""
