@@ -185,7 +185,7 @@ async def train(arguments: argparse.Namespace, directory: Path) -> None:
         async with contextlib.AsyncExitStack() as running:
             running.push_async_callback(trainer.stop)
             await trainer.start()
-            trained = await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+            trained = await trainer.create_model("m", Trainable(rank=RANK, seed=1, layout="service"), "owner")
             if not one_s:
                 one_s = await step_s(trainer, trained, batch, arguments.rounds)
                 print(f"  a step of one replica                    {one_s:8.2f} s")
@@ -194,7 +194,7 @@ async def train(arguments: argparse.Namespace, directory: Path) -> None:
             machine = await Machine.start(1, directory)
             running.push_async_callback(machine.stop)
             await until_on(trainer, "here", "1")
-            trained = await trainer.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+            trained = await trainer.create_model("m", Trainable(rank=RANK, seed=1, layout="service"), "owner")
             two_s = await step_s(trainer, trained, batch, arguments.rounds)
             await trainer.save(trained, directory / across, "state")
         count = sum(one.numel() for one in load_file(directory / across / ADAPTER_FILE).values())

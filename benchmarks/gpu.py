@@ -145,7 +145,7 @@ def trainer(directory: Path, report: Report, **settings: Any) -> None:
     assert rank.base.memory is not None
     print(f"loaded and compiled in {time.perf_counter() - began:.0f} s; {rank.base.memory.describe()}")
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    rank.create_model("m", Trainable(rank=RANK, seed=1))
+    rank.create_model("m", Trainable(rank=RANK, seed=1, layout="service"))
     random = np.random.default_rng(0)
     for name, lengths in (
         ("16 x 1024", [1024] * 16),
@@ -172,7 +172,7 @@ def many_models(rank: TrainerRank, report: Report) -> None:
     random = np.random.default_rng(1)
     batches = []
     for place in range(8):
-        rank.create_model(f"m{place}", Trainable(rank=8, seed=place))
+        rank.create_model(f"m{place}", Trainable(rank=8, seed=place, layout="service"))
         perturb(rank, f"m{place}")
         batches.append((f"m{place}", cross_entropy([text(128, random) for _ in range(4)])))
     lengths = [128] * 32

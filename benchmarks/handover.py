@@ -65,7 +65,7 @@ async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:
     await backend.start()
     try:
         base = backend.models[NAME]
-        model = await base.trainer.create_model("m", Trainable(rank=rank, seed=1), "owner")
+        model = await base.trainer.create_model("m", Trainable(rank=rank, seed=1, layout="service"), "owner")
         batch = cross_entropy([datum(prompt(words(64)), base.renderer)])
         for number in range(rounds + 1):
             await base.trainer.forward_backward(model, batch, backward=True)

@@ -75,7 +75,7 @@ async def seconds(spec: ModelSpec, batches: Batches) -> dict[str, float]:
     await client.start()
     print(f"{num_ranks} ranks started in {time.perf_counter() - began:.0f} s", flush=True)
     try:
-        model = await client.create_model("m", Trainable(rank=RANK, seed=1), "owner")
+        model = await client.create_model("m", Trainable(rank=RANK, seed=1, layout="service"), "owner")
         best = {}
         for name, (num_tokens, batch) in batches.items():
             taken = []

@@ -117,7 +117,7 @@ async def test_each_part_takes_what_is_planned(tmp_path: Path, monkeypatch: pyte
     assert base == pytest.approx(planned["base"], rel=0.05)
 
     allocated = torch.cuda.memory_allocated()
-    rank.create_model("m", LORA.model_copy(update={"rank": 32}))
+    rank.create_model("m", LORA.model_copy(update={"rank": 32, "layout": found.spec.lora_layout}))
     text = cross_entropy([datum(prompt(words(16384 - 1)), found.renderer)])
     assert rank.base.memory is not None
     forward_backward(rank, "m", text)
