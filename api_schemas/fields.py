@@ -9,7 +9,7 @@ from api_schemas.base import NOTED
 from api_schemas.ids import OWNER_URN, owner_of
 
 
-def _sent_as_number(kind: str) -> BeforeValidator:
+def _number_validator(kind: str) -> BeforeValidator:
     """Refuse values that pydantic would convert to a number: "2", true."""
 
     def check(value: object) -> object:
@@ -20,9 +20,9 @@ def _sent_as_number(kind: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Integer = Annotated[int, _sent_as_number("an integer")]
+Integer = Annotated[int, _number_validator("an integer")]
 """An integer that a client must send as an integer."""
-Real = Annotated[float, _sent_as_number("a number")]
+Real = Annotated[float, _number_validator("a number")]
 """A number that a client must send as a number."""
 
 SessionId = Annotated[str, Field(description="A session, which is one client.")]

@@ -197,7 +197,7 @@ class TensorData(Request):
         """Return the dense array; cells without a CSR value get `fill`. Raises ValueError if sizes disagree."""
         values = _numbers(self.data, DTYPES[self.dtype])
         if self.sparse_crow_indices is None and self.sparse_col_indices is None:
-            return shaped(values, self.shape)
+            return reshape(values, self.shape)
         crow = _numbers(self.sparse_crow_indices or [], DTYPES["int64"])
         return dense_from_csr(values, crow, _numbers(self.sparse_col_indices or [], DTYPES["int64"]), self.shape, fill)
 
@@ -216,7 +216,7 @@ def _numbers(values: list[float] | list[int], dtype: np.dtype[np.generic]) -> np
     return array
 
 
-def shaped(values: np.ndarray, shape: list[int] | None) -> np.ndarray:
+def reshape(values: np.ndarray, shape: list[int] | None) -> np.ndarray:
     """Reshape `values`; no shape means one dimension. Raises ValueError if the size differs."""
     if not shape:
         return values

@@ -23,7 +23,7 @@ from api_schemas.inputs import (
     TokenRun,
     dense_from_csr,
     require_few_cells,
-    shaped,
+    reshape,
     sparse_cells,
 )
 from api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
@@ -67,7 +67,7 @@ class MalformedBody(ValueError):
     """The body does not match its content type."""
 
 
-def decompressed_bytes(body: bytes, max_bytes: int) -> int:
+def frame_content_bytes(body: bytes, max_bytes: int) -> int:
     """Return the content size that a zstd frame declares; `max_bytes` if it declares none.
 
     Raises MalformedBody for a larger size, and for bytes that are not a frame.
@@ -220,7 +220,7 @@ def canonical(body: bytes) -> Iterator[bytes]:
     yield first.SerializeToString(deterministic=True)
     for content in data:
         pieces = _canonical_datum(content)
-        yield bytes([_DATA << 3 | _LENGTH_DELIMITED]) + _encoded_varint(sum(map(len, pieces)))
+        yield bytes([_DATA << 3 | _LENGTH_DELIMITED]) + _encode_varint(sum(map(len, pieces)))
         yield from pieces
     yield last.SerializeToString(deterministic=True)
 
@@ -354,7 +354,7 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
     raise _not_protobuf()
 
 
-def _encoded_varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     encoded = bytearray()
     while value >= 128:
         encoded.append(value & 127 | 128)
@@ -438,7 +438,7 @@ def _tensor(name: str, message: pb.Tensor) -> np.ndarray:
                 _array(csr.col_indices, index, "col_indices"),
                 shape,
             )
-        return shaped(_array(message.dense, dtype, "data"), shape)
+        return reshape(_array(message.dense, dtype, "data"), shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -450,11 +450,11 @@ def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
         datums = list(run)
         record = message.loss_fn_outputs.add(num_datums=len(datums))
         for name in datums[0]:
-            _batched(record.fields[name], [datum[name] for datum in datums])
+            _fill_batch(record.fields[name], [datum[name] for datum in datums])
     return message.SerializeToString()
 
 
-def _batched(message: pb.BatchedTensor, arrays: list[np.ndarray]) -> None:
+def _fill_batch(message: pb.BatchedTensor, arrays: list[np.ndarray]) -> None:
     parts = [np.ascontiguousarray(array, dtype="<f4").tobytes() for array in arrays]
     message.data = b"".join(parts)
     message.offsets = np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes()

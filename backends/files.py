@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def write_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a path at which to write a file or a directory; it is renamed to `path` once the block has ended.
 
     It is in the same directory and begins with a dot. It is removed if the block raises. A file that is not `durable`
@@ -35,7 +35,7 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
 def write_private(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Write or replace a file that only its user may read. Raises OSError."""
     with (
-        written_aside(path, durable=durable) as aside,
+        write_aside(path, durable=durable) as aside,
         os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
     ):
         file.write(content)

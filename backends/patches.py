@@ -87,20 +87,20 @@ def require_as_written(patches: Iterable[Patch]) -> None:
     if wrong:
         raise BackendFailed(
             "changes inside other projects do not fit the installed versions, and numbers could be wrong: "
-            + "; ".join(map(_described, wrong))
+            + "; ".join(map(_describe, wrong))
             + ". Install the versions that pyproject.toml names; or read what changed there, adapt the change and"
             " record the new hash (`tinker-server doctor` lists all of them)"
         )
 
 
-def _described(patch: Patch) -> str:
+def _describe(patch: Patch) -> str:
     source = source_of(patch.target)
     found = "nothing" if source is None else f"sha256 {hash_of(source)[:12]}"
     expected = " or ".join(f"sha256 {known[:12]}" for known in patch.hashes) or "nothing"
-    return f"{patch.name}: {patch.target} is {patch.state} (expected {expected}, found {found}, {_installed(patch)})"
+    return f"{patch.name}: {patch.target} is {patch.state} (expected {expected}, found {found}, {_versions(patch)})"
 
 
-def _installed(patch: Patch) -> str:
+def _versions(patch: Patch) -> str:
     package = patch.target.partition(":")[0].partition(".")[0]
     return ", ".join(f"{name} {version(name)}" for name in sorted(set(packages_distributions().get(package, ()))))
 
@@ -120,7 +120,7 @@ def source_of(target: str) -> str | None:
     module, _, path = target.partition(":")
     if module == OPERATORS:
         return _schema(path)
-    parsed = _parsed(module)
+    parsed = _parse_module(module)
     if parsed is None:
         return None
     text, tree = parsed
@@ -148,7 +148,7 @@ def _schema(path: str) -> str | None:
 
 
 @cache
-def _parsed(module: str) -> tuple[str, ast.Module] | None:
+def _parse_module(module: str) -> tuple[str, ast.Module] | None:
     package, _, rest = module.partition(".")
     spec = find_spec(package)
     if spec is None or spec.origin is None:

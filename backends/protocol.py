@@ -247,7 +247,7 @@ class Trainer(Protocol):
     def waits_for(self) -> str | None:
         """Say what keeps all operations from being computed; None if nothing does."""
 
-    async def restarted(self, seen: int) -> int:
+    async def wait_for_restart(self, seen: int) -> int:
         """Wait until the trainer has been restarted more than `seen` times, and return how many times. All models that
         it held before are lost."""
 

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--database-url", default="", help="of an empty database (SQLite in a scratch folder)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        url = Settings(data_dir=Path(folder), database_url=arguments.database_url).resolved_database_url()
+        url = Settings(data_dir=Path(folder), database_url=arguments.database_url).resolve_database_url()
         began = time.perf_counter()
         asyncio.run(fill(url, arguments.runs, arguments.steps))
         print(f"{arguments.runs} runs, {arguments.steps} steps, filled in {time.perf_counter() - began:.0f} s")

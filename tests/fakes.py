@@ -21,7 +21,7 @@ from api_schemas.training import (
     OptimStepResponse,
     Trainable,
 )
-from backends.files import written_aside
+from backends.files import write_aside
 from backends.processes.fair_queue import FairQueue
 from backends.processes.spans import ANSWERED, ProcessSpan, emit
 from backends.protocol import (
@@ -142,7 +142,7 @@ class FakeTrainer:
 
     async def save(self, model: LoadedModel, directory: Path, form: SavedForm) -> None:
         model_id = self._held(model)
-        with written_aside(directory) as aside:
+        with write_aside(directory) as aside:
             _write_steps(aside, self.steps[model_id])
         if form != "state":
             save_file(ADAPTER, directory / "adapter_model.safetensors")
@@ -158,13 +158,13 @@ class FakeTrainer:
         steps, gradient = self.steps[model_id], json.dumps(self.gradients[model_id])
 
         async def write() -> None:
-            with written_aside(directory) as aside:
+            with write_aside(directory) as aside:
                 _write_steps(aside, steps)
                 (aside / "gradient").write_text(gradient)
 
         return asyncio.ensure_future(write())
 
-    async def restarted(self, seen: int) -> int:
+    async def wait_for_restart(self, seen: int) -> int:
         async with self.restart:
             await self.restart.wait_for(lambda: self.num_restarts > seen)
             return self.num_restarts

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from backends.sampler.engine.vllm_patches.worker import Worker
-from backends.sampler.engine.weight_holder import made_on_meta
+from backends.sampler.engine.weight_holder import make_on_meta
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
@@ -39,7 +39,7 @@ class Measures(Worker):
     def _loaded_bytes(self) -> int:
         """Of the weights as they are loaded: on the CPU vLLM then packs them into another library's memory."""
         self.vllm_config.compilation_config.static_forward_context.clear()  # has the running model's layers
-        with made_on_meta(self.vllm_config) as model:
+        with make_on_meta(self.vllm_config) as model:
             return sum(one.nbytes for one in model.parameters())  # a tied one is counted once
 
 

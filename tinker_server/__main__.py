@@ -86,7 +86,7 @@ def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
                 print(runner.run(advise(settings)), end="", file=sys.stderr)  # scripts read the key from the output
         return 0
     if arguments.command == "doctor":
-        diagnose(settings.resolved_backend(), arguments.gpu, as_json=arguments.json, shows_changes=arguments.changes)
+        diagnose(settings.resolve_backend(), arguments.gpu, as_json=arguments.json, shows_changes=arguments.changes)
         return 0
     do = back_up if arguments.command == "backup" else restore
     with asyncio.Runner() as runner:
@@ -120,7 +120,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) -> None:
     """Refuse to listen beyond loopback without keys, since every request is then accepted. Raises StartFailed."""
-    path = settings.resolved_keys_file()
+    path = settings.resolve_keys_file()
     has_keys = bool(keys.read(path))  # a file that cannot be read is reported before anything is loaded
     if not has_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         raise StartFailed(
@@ -129,9 +129,9 @@ def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) ->
         )
 
 
-def described(settings: Settings, url: str) -> str:
+def describe(settings: Settings, url: str) -> str:
     """Return what is served and where, for the operator who has waited for it."""
-    path = settings.resolved_keys_file()
+    path = settings.resolve_keys_file()
     names = len({key.name for key in keys.read(path).values()})
     access = f"{names} names have keys" if path.exists() else "without keys, it takes every key that begins with tml-"
     return (
@@ -168,11 +168,11 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     began = loop.time()
 
     def announce() -> None:
-        log.info("ready after %.0f s: %s", loop.time() - began, described(settings, url))
+        log.info("ready after %.0f s: %s", loop.time() - began, describe(settings, url))
         print(url, flush=True)
 
     log.info("loading %s", ", ".join(f"{n} from {s}" for n, s in settings.backend.models.items()))
-    with progress.shown() as shown:
+    with progress.show() as shown:
         app = create_app(settings, on_loading=shown.on_loading)
         server = Server(app, shown.processes)
         async with server.listening(listener), app.router.lifespan_context(app):

@@ -159,14 +159,14 @@ async def serving(
     async with AsyncExitStack() as stack:
         tracing = start_tracing(settings)
         stack.enter_context(hold(settings.data_dir))
-        db = Database(settings.resolved_database_url(), synchronous=settings.synchronous)
+        db = Database(settings.resolve_database_url(), synchronous=settings.synchronous)
         stack.push_async_callback(db.close)
         with report(on_loading, "opens the database"):
             await stack.enter_async_context(db.sole_use())
             await db.migrate()
         if backend is None:
             with report(on_loading, "imports PyTorch"):
-                backend = await asyncio.to_thread(_described_backend, settings, on_loading)
+                backend = await asyncio.to_thread(_make_backend, settings, on_loading)
         stack.push_async_callback(backend.stop)
         await backend.start()
         services = build_services(settings, db, backend, tracing, clock or SteadyClock())
@@ -189,11 +189,11 @@ def report(on_loading: OnLoading, doing: str) -> Iterator[None]:
         on_loading("server", None)
 
 
-def _described_backend(settings: Settings, on_loading: OnLoading) -> Backend:
+def _make_backend(settings: Settings, on_loading: OnLoading) -> Backend:
     require_torchvision()
     from backends.configure.create import LocalBackend  # takes seconds, for it imports torch
 
-    return LocalBackend(settings.resolved_backend(), on_loading)
+    return LocalBackend(settings.resolve_backend(), on_loading)
 
 
 def build_services(
@@ -217,7 +217,7 @@ def build_services(
     counts = [table.held_bytes for table in (futures.rows, uploads, client_metrics, sample_files)]
     holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER, counts)
     disk = DiskAccount(holdings, futures, clock)
-    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
+    keys, gallery = Keys(settings.resolve_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings, keys, audit)
     admission = Admission(
         SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
@@ -288,7 +288,7 @@ def _periods(settings: Settings) -> Periods:
     return Periods(every_s, settings.session_timeout_s, settings.results_kept_s, settings.steps_kept_s, limits)
 
 
-async def _saved(save: Callable[[], Awaitable[None]]) -> None:
+async def _save(save: Callable[[], Awaitable[None]]) -> None:
     """Save values from memory, unless another server has taken the database."""
     with contextlib.suppress(Superseded):
         await save()
@@ -304,7 +304,7 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.storage.delete_half_written()
         counted = (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save)
         for save in (*counted, services.key_uses.save, services.housekeeper.save_samples):
-            stack.push_async_callback(_saved, save)
+            stack.push_async_callback(_save, save)
         services.gallery.restore(await asyncio.to_thread(services.sample_files.load))
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)

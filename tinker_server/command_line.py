@@ -20,7 +20,7 @@ from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
 from tinker_server.release import release
 from tinker_server.settings import Settings
-from tinker_server.settings_sources import described, from_environment, from_file, merged
+from tinker_server.settings_sources import describe_error, from_environment, from_file, merge
 
 DAY_S, MAX_DAYS = 24 * 3600, 36_500
 MIN_GIB = 0.001
@@ -220,7 +220,7 @@ _days.__name__ = f"number of days, more than 0 and at most {MAX_DAYS}"
 
 def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
     """Run `tinker-server keys` on the keys file. Raises StartFailed."""
-    path = settings.resolved_keys_file()
+    path = settings.resolve_keys_file()
     try:
         match arguments.action:
             case "add":
@@ -247,7 +247,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     """Read the settings of file, environment and command line, each overriding the one before. Raises StartFailed."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     in_file = from_file(given["config"]) if "config" in given else {}
-    settings = merged(in_file, from_environment())
+    settings = merge(in_file, from_environment())
     settings |= {name: given[name] for name in Settings.model_fields if name in given}
     backend = settings.pop("backend", {})
     backend |= {name: given[name] for name in BackendConfig.model_fields if name in given}
@@ -258,9 +258,9 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
                 f"no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID, or --model {TINY_VL} for the small"
                 " one that comes with the server"
             )
-        backend["models"] = checked_models(named)
+        backend["models"] = resolve_models(named)
 
-    def written(name: str) -> str:
+    def name_source(name: str) -> str:
         """Return the option that set it, or the name in the settings file; the environment has been checked."""
         last = name.rpartition(".")[2]
         return option_of(last) if last in given else f"{given['config']}: {name}"
@@ -268,7 +268,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     try:
         return Settings(**settings, backend=backend)
     except ValidationError as error:
-        raise StartFailed(described(error, written)) from None
+        raise StartFailed(describe_error(error, name_source)) from None
 
 
 def split_model(text: str) -> tuple[str, str]:
@@ -281,7 +281,7 @@ def split_model(text: str) -> tuple[str, str]:
     return name, source
 
 
-def checked_models(models: dict[str, str]) -> dict[str, str]:
+def resolve_models(models: dict[str, str]) -> dict[str, str]:
     """Map each name to an absolute directory or hub id. Raises StartFailed if it is neither."""
     checked = {}
     for name, source in models.items():

@@ -283,19 +283,19 @@ def failure(error: Exception) -> FutureFailed:
     """
     match error:
         case InvalidInput() | MalformedBody():
-            return FutureFailed(error=shortened(str(error)), category="user")
+            return FutureFailed(error=shorten(str(error)), category="user")
         case TinkerServerError():
-            return FutureFailed(error=shortened(str(error)), category="user" if error.category == "user" else "server")
+            return FutureFailed(error=shorten(str(error)), category="user" if error.category == "user" else "server")
         case ModelLost() | BackendFailed():
-            log.error("an operation failed: %s", shortened(str(error)))
-            return FutureFailed(error=_PATH.sub("[path]", shortened(str(error))), category="server")
+            log.error("an operation failed: %s", shorten(str(error)))
+            return FutureFailed(error=_PATH.sub("[path]", shorten(str(error))), category="server")
         case _:
             log.error("an operation failed unexpectedly", exc_info=error)
             text = f"the operation failed unexpectedly ({type(error).__name__}); the server's log has the details"
             return FutureFailed(error=text, category="server")
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Return the beginning of an error's text, and the number of the characters that are left out."""
     left_out = len(text) - MAX_CHARACTERS
     return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]}... and {left_out} more characters"

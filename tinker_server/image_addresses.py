@@ -69,10 +69,10 @@ class ImageAddresses:
 
     def _read(self, name: str) -> bytes | None:
         """Return the file, or None if it is in no allowed directory."""
-        path = self._allowed(name)
+        path = self._resolve(name)
         return None if path is None else _read(path)
 
-    def _allowed(self, name: str) -> Path | None:
+    def _resolve(self, name: str) -> Path | None:
         """Resolve links, then return the path if it is within an allowed directory."""
         path = Path(os.path.realpath(name)) if name.startswith("/") and "\0" not in name else None
         roots = [directory.resolve() for directory in self.directories]

@@ -35,21 +35,21 @@ async def fetch(url: str, hosts: Sequence[str], max_bytes: int, owner: str) -> b
             return None
         addresses = await _LOOKUPS.run(owner, _look_up, target)
     except (httpx.InvalidURL, OSError, UnicodeError) as error:
-        raise BadRequest(f"{_quoted(url)} cannot be fetched ({type(error).__name__})") from None
+        raise BadRequest(f"{_quote(url)} cannot be fetched ({type(error).__name__})") from None
     if not (
         allowed := [address for address in addresses if is_global(address) or _is_listed(str(address), target, hosts)]
     ):
         raise BadRequest(
-            f"{_quoted(url)} is not fetched: its host has the address {addresses[0]}, which is not public; the operator"
+            f"{_quote(url)} is not fetched: its host has the address {addresses[0]}, which is not public; the operator"
             " may list it in the setting image_hosts, as an address and with the port if the URL has one"
         )
     try:
         async with asyncio.timeout(FETCH_S):
             return await _fetch_from(allowed, target, max_bytes)
     except TimeoutError:
-        raise BadRequest(f"the image {_quoted(url)} was not read within {FETCH_S:.0f} s") from None
+        raise BadRequest(f"the image {_quote(url)} was not read within {FETCH_S:.0f} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise BadRequest(f"{_quoted(url)} cannot be fetched ({type(error).__name__})") from None
+        raise BadRequest(f"{_quote(url)} cannot be fetched ({type(error).__name__})") from None
 
 
 def is_global(address: Address) -> bool:
@@ -84,13 +84,13 @@ async def _fetch_from(addresses: Sequence[Address], url: httpx.URL, max_bytes: i
     """Fetch from the first address that takes connections."""
     for address in addresses[:-1]:
         try:
-            return await _fetched(address, url, max_bytes)
+            return await _read_body(address, url, max_bytes)
         except (httpx.ConnectError, httpx.ConnectTimeout):
             continue
-    return await _fetched(addresses[-1], url, max_bytes)
+    return await _read_body(addresses[-1], url, max_bytes)
 
 
-async def _fetched(address: Address, url: httpx.URL, max_bytes: int) -> bytes:
+async def _read_body(address: Address, url: httpx.URL, max_bytes: int) -> bytes:
     """Return the body as it is on the way: an encoded one could become much larger than what was counted."""
     name = url.raw_host.decode("ascii")
     headers = {"Host": url.netloc.decode("ascii"), "Accept-Encoding": "identity", "Accept": ", ".join(sorted(_KINDS))}
@@ -106,17 +106,17 @@ async def _fetched(address: Address, url: httpx.URL, max_bytes: int) -> bytes:
     ):
         kind = answer.headers.get("content-type", "").partition(";")[0].strip()
         if answer.status_code != 200 or kind not in _KINDS:
-            raise BadRequest(f"{_quoted(str(url))} answers {answer.status_code} with {kind or 'nothing'}")
+            raise BadRequest(f"{_quote(str(url))} answers {answer.status_code} with {kind or 'nothing'}")
         encoding = answer.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise BadRequest(
-                f"{_quoted(str(url))} answers with Content-Encoding {encoding[:100]!r}; an image has to come as it is"
+                f"{_quote(str(url))} answers with Content-Encoding {encoding[:100]!r}; an image has to come as it is"
                 " (identity), which was asked for"
             )
         async for piece in answer.aiter_raw():
             data += piece
             if len(data) > max_bytes:
-                raise BadRequest(f"{_quoted(str(url))} has more than {max_bytes} bytes")
+                raise BadRequest(f"{_quote(str(url))} has more than {max_bytes} bytes")
     return bytes(data)
 
 
@@ -126,5 +126,5 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-def _quoted(url: str) -> str:
+def _quote(url: str) -> str:
     return repr(url[:100])

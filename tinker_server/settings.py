@@ -83,17 +83,17 @@ class Settings(BaseSettings):
         hosts = [host.lower() for host in self.image_hosts]
         return ImageAddresses(hosts, self.image_directories, self.max_body_bytes)
 
-    def resolved_keys_file(self) -> Path:
+    def resolve_keys_file(self) -> Path:
         """Return the keys file, or its default."""
         return self.keys_file or self.data_dir / "keys"
 
-    def resolved_database_url(self) -> str | URL:
+    def resolve_database_url(self) -> str | URL:
         """Return the database URL, or its default, whose path may have characters that a URL's text gives a meaning."""
         return self.database_url or URL.create(
             "sqlite+aiosqlite", database=str(self.data_dir.resolve() / "tinker-server.db")
         )
 
-    def resolved_backend(self) -> BackendConfig:
+    def resolve_backend(self) -> BackendConfig:
         """Return the backend's configuration; its files are in data_dir unless set."""
         data, given = self.data_dir.resolve(), self.backend.model_fields_set
         of_data = {"scratch_dir": data / "scratch", "cluster_token_file": data / "cluster-token"}

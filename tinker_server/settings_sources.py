@@ -58,9 +58,9 @@ def from_environment() -> dict[str, Any]:
     ray = os.environ.get("RAY_ADDRESS")  # Ray's own name for it, which KubeRay sets
     by_ray = {"backend": {"cluster_ray_address": ray}} if ray else {}
     try:
-        return merged(by_ray, Settings().model_dump(exclude_unset=True))
+        return merge(by_ray, Settings().model_dump(exclude_unset=True))
     except ValidationError as error:
-        raise StartFailed(described(error, lambda name: f"environment variable {variable_of(name)}")) from None
+        raise StartFailed(describe_error(error, lambda name: f"environment variable {variable_of(name)}")) from None
     except SettingsError as error:  # a list or a table that is not JSON
         raise StartFailed(f"the environment: {error}; write a list as JSON, such as '[\"a.example\"]'") from None
 
@@ -78,16 +78,16 @@ def from_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Return both, with the `upper` value where both have one; tables are merged."""
     both = {**lower, **upper}
     for name in lower.keys() & upper.keys():
         if isinstance(lower[name], Mapping) and isinstance(upper[name], Mapping):
-            both[name] = merged(lower[name], upper[name])
+            both[name] = merge(lower[name], upper[name])
     return both
 
 
-def described(error: ValidationError, written: Callable[[str], str]) -> str:
+def describe_error(error: ValidationError, written: Callable[[str], str]) -> str:
     """Return one line about the first wrong setting. `written` returns what its author calls the setting."""
     problem = error.errors()[0]
     parts = [str(part) for part in problem["loc"]]

@@ -80,7 +80,7 @@ def forward_backward_json(body: bytes) -> Iterator[bytes]:
     message = pb.ForwardBackwardOutput.FromString(body)
     outputs: list[dict[str, object]] = []
     for record in message.loss_fn_outputs:
-        parts = {name: _unbatched(tensor) for name, tensor in record.fields.items()}
+        parts = {name: _split_batch(tensor) for name, tensor in record.fields.items()}
         outputs += [{name: _tensor_json(parts[name][index]) for name in parts} for index in range(record.num_datums)]
     yield from _strict_json(
         {
@@ -92,7 +92,7 @@ def forward_backward_json(body: bytes) -> Iterator[bytes]:
     )
 
 
-def _unbatched(message: pb.BatchedTensor) -> list[np.ndarray]:
+def _split_batch(message: pb.BatchedTensor) -> list[np.ndarray]:
     offsets = np.frombuffer(message.offsets, "<i8").tolist()
     return [
         np.frombuffer(message.data[start:end], "<f4").reshape(-1, *message.trailing_shape)

@@ -7,7 +7,7 @@ FIRST_WITH_EXTERNAL = (0, 28)
 FIRST_WITH_UPLOAD_HEADERS = (0, 40)
 
 
-def shown_kinds(sdk_version: str | None) -> list[Kind]:
+def visible_kinds(sdk_version: str | None) -> list[Kind]:
     """Return the kinds of weights that a client's lists may contain; all kinds if it sends no version."""
     is_old = _is_before(FIRST_WITH_EXTERNAL, sdk_version)
     return [kind for kind in TYPES if not (is_old and kind == "external_weights")]

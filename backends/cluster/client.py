@@ -23,7 +23,7 @@ from backends.cluster.handshake import HANDSHAKE_S, Connection, accept
 from backends.cluster.lines import show
 from backends.cluster.offer import Invitation, Offer
 from backends.cluster.ray_commands import ray_environment
-from backends.cluster.token import made_token
+from backends.cluster.token import make_token
 from backends.cluster.versions import differences, require_ray, versions
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import Seat, launch, rank_name, sampler_name
@@ -126,7 +126,7 @@ class Cluster:
     async def start(self, on_loading: OnLoading) -> None:
         """Start Ray's head and listen. Raises BackendFailed."""
         require_ray()
-        self._token = made_token(self.token_file)
+        self._token = make_token(self.token_file)
         host, port = self.address.host, self.address.port
         try:
             self._listener = await asyncio.start_server(self._take, host, port, limit=STREAM_LIMIT)

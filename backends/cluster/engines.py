@@ -86,7 +86,7 @@ class RemoteEngines:
         for name, directory in node.offer.models.items():
             spec, pool = self._pools[name]
             for gpus in gpus_of_engines(spec, node.offer):
-                describe = partial(described, spec, node.offer, directory, gpus)
+                describe = partial(make_engine_spec, spec, node.offer, directory, gpus)
                 engines.append((pool, pool.attach(describe, start, sending)))
 
     def are_ready(self, node: Node) -> bool:
@@ -106,7 +106,7 @@ def gpus_of_engines(spec: ModelSpec, offer: Offer) -> list[tuple[int, ...]]:
     return [tuple(range(first, first + num)) for first in range(0, count - num + 1, num)]
 
 
-def described(spec: ModelSpec, offer: Offer, directory: str, gpus: tuple[int, ...], number: int) -> ModelSpec:
+def make_engine_spec(spec: ModelSpec, offer: Offer, directory: str, gpus: tuple[int, ...], number: int) -> ModelSpec:
     """Return the spec of an engine as its machine needs it."""
     return replace(
         spec,

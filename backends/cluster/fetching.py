@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from backends.cluster.handshake import Connection, connect
-from backends.formats.base_files import needed_files
+from backends.formats.base_files import find_needed_files
 from backends.formats.model_files import fingerprint
 from backends.protocol import BackendFailed
 
@@ -30,12 +30,12 @@ class _Interrupted(BackendFailed):
 
 async def give(connection: Connection, directory: Path) -> None:
     """Send a model's files as a machine asks for them."""
-    found = await asyncio.to_thread(needed_files, directory)
+    found = await asyncio.to_thread(find_needed_files, directory)
     identity = await asyncio.to_thread(fingerprint, directory)
     connection.send(fingerprint=identity, files={name: path.stat().st_size for name, path in found.items()})
     while (asked := await connection.receive()) is not None:
         with found[str(asked["file"])].open("rb") as file:
-            hashed = await asyncio.to_thread(_hashed, file, int(asked["offset"]))
+            hashed = await asyncio.to_thread(_hash_beginning, file, int(asked["offset"]))
             while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
                 await asyncio.to_thread(hashed.update, piece)
                 connection.writer.write(piece)
@@ -43,7 +43,7 @@ async def give(connection: Connection, directory: Path) -> None:
         connection.send(sha256=hashed.hexdigest())
 
 
-async def fetched(server: str, token: str, name: str, cache: Path) -> Path:
+async def fetch_files(server: str, token: str, name: str, cache: Path) -> Path:
     """Return the directory of a served model's files beneath `cache`, with those that are missing fetched from the
     server. Raises BackendFailed."""
     before = -1
@@ -62,7 +62,7 @@ async def fetched(server: str, token: str, name: str, cache: Path) -> Path:
 
 async def _fetch(connection: Connection, name: str, cache: Path) -> Path:
     identity = str(connection.said["fingerprint"])
-    files = {_checked(name): int(size) for name, size in connection.said["files"].items()}
+    files = {_require_inside(name): int(size) for name, size in connection.said["files"].items()}
     directory, aside = cache / identity, cache / f"{identity}.part"
     if directory.is_dir():
         return directory
@@ -85,7 +85,7 @@ async def _fetch_file(connection: Connection, name: str, path: Path, size: int) 
         offset = file.tell()
         connection.send(file=name, offset=offset)
         file.seek(0)
-        hashed = await asyncio.to_thread(_hashed, file, offset)
+        hashed = await asyncio.to_thread(_hash_beginning, file, offset)
         while offset < size:
             piece = await connection.reader.read(min(_PIECE_BYTES, size - offset))
             if not piece:
@@ -108,7 +108,7 @@ def _write(file: IO[bytes], piece: bytes, hashed: "hashlib._Hash") -> None:
     file.write(piece)
 
 
-def _hashed(file: IO[bytes], num_bytes: int) -> "hashlib._Hash":
+def _hash_beginning(file: IO[bytes], num_bytes: int) -> "hashlib._Hash":
     """Return the hash of a file's beginning, and leave the file behind that."""
     hashed = hashlib.sha256()
     for begin in range(0, num_bytes, _PIECE_BYTES):
@@ -132,7 +132,7 @@ def _require_room(name: str, num_bytes: int, directory: Path) -> None:
         )
 
 
-def _checked(name: str) -> str:
+def _require_inside(name: str) -> str:
     """Return a file's name, which must stay within the directory. Raises BackendFailed."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:

@@ -70,7 +70,7 @@ async def connect(address: str, token: str, **request: Any) -> Connection:
         _probe(writer)
         connection, nonce = Connection(reader, writer, {}), secrets.token_hex(16)
         connection.send(greeting=_GREETING, nonce=nonce)
-        theirs = await _said(connection)
+        theirs = await _read_line(connection)
         if theirs.get("greeting") != _GREETING:
             raise BackendFailed(f"{address} is not the cluster port of a server of this version, which 'serve' prints")
         nonces = (nonce, str(theirs.get("nonce")))
@@ -78,7 +78,7 @@ async def connect(address: str, token: str, **request: Any) -> Connection:
             raise BackendFailed(f"the server at {address} has another token: copy its token file here again")
         body = json.dumps(request)
         connection.send(proof=proof(token, "client", *nonces, body), request=body)
-        answer = await _said(connection)
+        answer = await _read_line(connection)
         if (later := answer.get("later")) is not None:
             raise Unreachable(str(later))
         if (refused := answer.get("refused", None if answer else "it has closed the connection")) is not None:
@@ -92,13 +92,13 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
     if its token is wrong."""
     _probe(writer)
     connection = Connection(reader, writer, {})
-    greeting = await _said(connection)
+    greeting = await _read_line(connection)
     if greeting.get("greeting") != _GREETING:
         connection.close()
         return None
     nonces = (str(greeting.get("nonce")), secrets.token_hex(16))
     connection.send(greeting=_GREETING, nonce=nonces[1], proof=proof(token, "server", *nonces))
-    asked = await _said(connection)
+    asked = await _read_line(connection)
     body = str(asked.get("request"))
     if not is_proof(asked.get("proof"), token, "client", *nonces, body):
         connection.send(refused="the token is wrong")
@@ -107,7 +107,7 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
     return Connection(reader, writer, dict(json.loads(body)))
 
 
-async def _said(connection: Connection) -> dict[str, Any]:
+async def _read_line(connection: Connection) -> dict[str, Any]:
     """Return the next line; an empty one if none comes in time."""
     try:
         async with asyncio.timeout(HANDSHAKE_S):

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from backends.cluster.fetching import fetched
+from backends.cluster.fetching import fetch_files
 from backends.cluster.handshake import Connection, Unreachable, connect
 from backends.cluster.offer import Offer
 from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_environment, ray_running
@@ -20,7 +20,7 @@ from backends.cluster.token import read_token
 from backends.cluster.versions import require_ray, versions
 from backends.configure.gpus import all_gpus
 from backends.formats.model_files import fingerprint, local_directory
-from backends.processes.launcher import Guarded, kept_environment
+from backends.processes.launcher import read_environment
 
 log = logging.getLogger(__name__)
 _SOON_S = 30.0
@@ -75,7 +75,7 @@ async def _belong(offer: Offer, connection: Connection) -> bool:
     host = offer.server.rpartition(":")[0]
     arguments = ["--address", f"{host}:{connection.said['ray_port']}", "--labels", f"{NODE_LABEL}={offer.ray_label}"]
     async with ray_running(arguments, ray_environment(Path(offer.token_file))) as ray:
-        listening, ended = asyncio.create_task(told_to_leave(connection)), asyncio.create_task(_ended(ray))
+        listening, ended = asyncio.create_task(await_leave(connection)), asyncio.create_task(ray.wait())
         try:
             await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
@@ -97,7 +97,7 @@ async def offer_of(name: str, server: str, token_file: Path, data_dir: Path, mod
     directories, token = dict[str, Path](), read_token(token_file)
     for model, source in models.items():
         if source is None:
-            directories[model] = await fetched(server, token, model, data_dir / "models")
+            directories[model] = await fetch_files(server, token, model, data_dir / "models")
         else:
             directories[model] = await asyncio.to_thread(local_directory, source)
     return await asyncio.to_thread(_offer, name, server, token_file, data_dir, directories)
@@ -112,7 +112,7 @@ def _offer(name: str, server: str, token_file: Path, data_dir: Path, directories
         models={model: str(directory.absolute()) for model, directory in directories.items()},
         fingerprints={model: fingerprint(directory) for model, directory in directories.items()},
         gpu_bytes=tuple(gpu.total_bytes for gpu in all_gpus()),
-        environment=kept_environment(),
+        environment=read_environment(),
     )
 
 
@@ -122,14 +122,10 @@ async def leave(address: str, token_file: Path, name: str) -> None:
     connection.close()
 
 
-async def told_to_leave(connection: Connection) -> bool:
+async def await_leave(connection: Connection) -> bool:
     """Wait until the connection closes; return whether this machine has been asked to leave."""
     while (said := await connection.receive()) is not None:
         if said.get("leave"):
             connection.send(leaves=True)
             return True
     return False
-
-
-async def _ended(ray: Guarded) -> None:
-    await ray.wait()

@@ -21,7 +21,7 @@ class Member:
 
     async def belong(self) -> bool:
         """Belong until the connection ends; return whether this machine was asked to leave. Raises BackendFailed."""
-        from backends.cluster.join import offer_of, told_to_leave  # slow to import: brings transformers
+        from backends.cluster.join import await_leave, offer_of  # slow to import: brings transformers
 
         asked = self._invitation
         data_dir = asked.data_dir / self._name
@@ -30,7 +30,7 @@ class Member:
         offer = replace(offer, ray_label=self._node, environment=parents_environment())
         connection = await connect(asked.server, asked.token, ask="node", versions=versions(), offer=offer.as_json())
         try:
-            return await told_to_leave(connection)
+            return await await_leave(connection)
         finally:
             connection.close()
 

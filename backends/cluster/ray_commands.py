@@ -41,13 +41,13 @@ def ray_environment(token_file: Path) -> dict[str, str]:
 async def require_guarded(address: str) -> None:
     """Raise BackendFailed unless there is a Ray cluster at an address, of this version, that admits us by a token, and
     nobody without one."""
-    code, said = await _asked(["health-check", "--address", address], {})
+    code, said = await _run_command(["health-check", "--address", address], {})
     if code != 0:
         hint = ""
         if "AuthenticationError" in said:
             hint = ": RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must name its token"
         raise BackendFailed(f"the Ray cluster at {address} does not take this machine{hint}: {said[-_SAID_CHARS:]}")
-    code, _ = await _asked(["health-check", "--address", address, "--skip-version-check"], _WITHOUT_TOKEN)
+    code, _ = await _run_command(["health-check", "--address", address, "--skip-version-check"], _WITHOUT_TOKEN)
     if code == 0:
         raise BackendFailed(
             f"the Ray cluster at {address} takes everybody: start it with RAY_AUTH_MODE=token on every machine, and a"
@@ -55,7 +55,7 @@ async def require_guarded(address: str) -> None:
         )
 
 
-async def _asked(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
+async def _run_command(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
     """Run a command of Ray; return its exit code and the last line that it has said."""
     with tempfile.NamedTemporaryFile("r", prefix="tinker-ray-", errors="replace") as output:
         ray = await Guarded.start("Ray", _ray_command(output.name, arguments), {**os.environ, **env})

@@ -12,7 +12,7 @@ from backends.protocol import BackendFailed
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 
 
-def made_token(path: Path) -> str:
+def make_token(path: Path) -> str:
     """Return the token of a file, which the first call writes for its user alone. Raises BackendFailed."""
     if path.exists():
         return read_token(path)

@@ -122,7 +122,7 @@ class LocalBackend:
             lambda: make_models(describe_models(self._config), may_grow=self._config.cluster)
         )
         try:
-            await start_models(self._loaded(), self._on_loading)
+            await start_models(self._distinct_models(), self._on_loading)
             if self._config.cluster:  # machines that join find engines to join
                 self._cluster = self._make_cluster()
                 await self._cluster.start(self._on_loading)
@@ -134,12 +134,14 @@ class LocalBackend:
         """End every child process."""
         if self._cluster is not None:
             await self._cluster.stop()
-        await asyncio.gather(*(part.stop() for model in self._loaded() for part in (model.trainer, model.sampler)))
-        await asyncio.gather(*(model.base.stop() for model in self._loaded()))
+        await asyncio.gather(
+            *(part.stop() for model in self._distinct_models() for part in (model.trainer, model.sampler))
+        )
+        await asyncio.gather(*(model.base.stop() for model in self._distinct_models()))
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
-        return read_gpus({gpu for model in self._loaded() for gpu in model.spec.base_gpus if gpu is not None})
+        return read_gpus({gpu for model in self._distinct_models() for gpu in model.spec.base_gpus if gpu is not None})
 
     def nodes(self) -> list[NodeState]:
         """Implement the protocol."""
@@ -156,7 +158,7 @@ class LocalBackend:
         address = Address(host, config.cluster_port)
         return Cluster(address, config.cluster_token_file, [engines, replicas], directories, existing)
 
-    def _loaded(self) -> list[LocalModel]:
+    def _distinct_models(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""
         return list({id(model.trainer): model for model in reversed(self._models.values())}.values())[::-1]
 

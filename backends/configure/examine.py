@@ -61,7 +61,7 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         device=device,
         main_bytes=machine.main_bytes,
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
-        models=[_examined(model) for model in found],
+        models=[_examine_model(model) for model in found],
         parts=parts,
         patches=[ExaminedPatch(patch.name, patch.target, patch.state, patch.why) for patch in PATCHES],
         idle=idle,
@@ -92,7 +92,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _examined(model: FoundModel) -> ExaminedModel:
+def _examine_model(model: FoundModel) -> ExaminedModel:
     spec = model.spec
     planned = model.size.kv_cache_bytes(spec.max_context_length, spec.tensor_parallel, spec.device)
     return ExaminedModel(spec, spec.kv_cache_bytes or planned)

@@ -155,7 +155,7 @@ def plan_parts(
         of_engine = engine_parts(size, demand, len(layout.engines[0]), device)
         for gpu in chain.from_iterable(layout.engines):
             parts += _parts(size, gpu, "engine", _without_base(of_engine, gpu in shared))
-    return tuple(_summed(parts))
+    return tuple(_sum_parts(parts))
 
 
 def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: bool, device: str) -> dict[str, int]:
@@ -255,7 +255,7 @@ def _parts(size: ModelSize, gpu: int, process: Process, parts: Mapping[str, int]
     return [MemoryPart(size.name, gpu, process, name, num_bytes) for name, num_bytes in parts.items() if num_bytes]
 
 
-def _summed(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+def _sum_parts(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
     """Add up equal parts of one memory: on the CPU those of several ranks and engines."""
     totals: defaultdict[tuple[str, int, Process, str], int] = defaultdict(int)
     for part in parts:

@@ -174,7 +174,7 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
         key_heads=text_config.num_key_value_heads,
         state_bytes=state_bytes_per_sequence(text_config, dtype),
         image_token=image_token(config, BYTES_PER_NUMBER[dtype]),
-        exchanged_token_bytes=_exchanged_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
+        exchanged_token_bytes=_token_exchange_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         longest_context=text_config.max_position_embeddings,
     )
 
@@ -190,7 +190,7 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
     if chosen := getattr(text_config, "num_experts_per_tok", 0):
         # Of each (token, expert) pair the input, gate, up, their product, and the output.
         inner = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size
-        mlp = chosen * (2 * hidden + 3 * inner) + 2 * _shared_expert_width(text_config, inner)
+        mlp = chosen * (2 * hidden + 3 * inner) + 2 * _width_of_shared_experts(text_config, inner)
     else:
         mlp = 2 * text_config.intermediate_size
     if getattr(text_config, "mamba_num_heads", None) is None:
@@ -202,7 +202,7 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
     return float(max(mamba2, number_bytes * max(attention, mlp)) + number_bytes * hidden + 4 * hidden)
 
 
-def _shared_expert_width(text_config: PretrainedConfig, inner: int) -> int:
+def _width_of_shared_experts(text_config: PretrainedConfig, inner: int) -> int:
     """Return the inner numbers of the experts that all tokens pass; `inner` are those of another expert."""
     for name in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
         if width := getattr(text_config, name, 0):
@@ -210,7 +210,7 @@ def _shared_expert_width(text_config: PretrainedConfig, inner: int) -> int:
     return inner * int(getattr(text_config, "n_shared_experts", 0) or 0)
 
 
-def _exchanged_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> int:
+def _token_exchange_bytes(text_config: PretrainedConfig, number_bytes: int) -> int:
     """Estimate the bytes of queries, keys, values and attention's output of a token, sent and received."""
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
     return int(2 * 2 * (heads + key_heads) * head_width(text_config) * number_bytes)

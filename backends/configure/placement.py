@@ -77,14 +77,17 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         for search in searches:
             for plan in search.laid_out(wish):
                 if plan.missing_bytes <= 0 and search.short_cache(plan) is None:
-                    return search.given_out(search.enlarged(search.widened(plan), wish))
+                    return search.give_out(search.enlarge(search.widen(plan), wish))
                 tried.append(plan)
     least = min(tried, key=lambda plan: plan.missing_bytes)
     if (reason := searches[0].short_cache(least)) is not None:
         raise BackendFailed(reason)
     gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
     where = "memory" if device == "cpu" else f"memory on GPU {gpu}"
-    for_whom = ", ".join(f"{name}: {_wanted(demand)}" for name, demand in least.demands.items())
+    for_whom = ", ".join(
+        f"{name}: contexts of {demand.context}, {demand.models_at_once} x rank {demand.lora_rank}"
+        for name, demand in least.demands.items()
+    )
     there = "free" if device == "cpu" else "there"
     if device == "cuda" and least.totals[gpu] < machine.gpu_bytes[gpu]:
         there = "usable, as on the smallest GPU of its models"
@@ -92,10 +95,6 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         f"too little {where}: {gib(least.totals[gpu])} are {there},"
         f" {gib(least.of(gpu))} are needed: {least.describe(gpu)}; that is for {for_whom}"
     )
-
-
-def _wanted(demand: Demand) -> str:
-    return f"contexts of {demand.context}, {demand.models_at_once} x rank {demand.lora_rank}"
 
 
 def placement(plan: MemoryPlan, model: str) -> Placement:
@@ -179,7 +178,7 @@ class _Search:
                     continue
                 yield plan
 
-    def widened(self, plan: MemoryPlan) -> MemoryPlan:
+    def widen(self, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan with as many ranks as there are GPUs for each model, where the settings leave that open; half
         of them if trainer and engines are apart. More ranks need no more of a GPU than fewer."""
         config = self._config
@@ -195,19 +194,19 @@ class _Search:
                 return wider
         return plan
 
-    def enlarged(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
+    def enlarge(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
         """Return the plan with the largest rank and the most models that fit on the same GPUs."""
         config = self._config
         ranks = () if config.max_lora_rank else tuple(rank for rank in LORA_RANKS if rank > wish.lora_rank)
         for rank in ranks:
             several = config.models_at_once or SEVERAL_RANKS // rank
-            larger = self._recounted(plan, replace(wish, lora_rank=rank, models_at_once=several))
+            larger = self._recount(plan, replace(wish, lora_rank=rank, models_at_once=several))
             if larger.missing_bytes <= 0:
                 plan, wish = larger, replace(wish, lora_rank=rank, models_at_once=several)
                 break
         counts = () if config.models_at_once else range(wish.models_at_once + 1, MOST_MODELS + 1)
         for count in counts:
-            more = self._recounted(plan, replace(wish, models_at_once=count))
+            more = self._recount(plan, replace(wish, models_at_once=count))
             if more.missing_bytes > 0:
                 break
             plan = more
@@ -228,7 +227,7 @@ class _Search:
                 )
         return None
 
-    def given_out(self, plan: MemoryPlan) -> MemoryPlan:
+    def give_out(self, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan with what is left over on each GPU as memory for microbatches and KV cache."""
         if self._device == "cpu":
             return plan
@@ -239,7 +238,7 @@ class _Search:
                 rest = (total - plan.of(gpu)) // len(here)
                 trains, samples = (bool(plan.of(gpu, size.name, kind)) for kind in ("trainer", "engine"))
                 fixed = not samples or self._config.kv_cache_bytes is not None
-                for_trainer = rest if fixed else min(rest // 2, self._wanted_bytes(size, plan.demands[size.name]))
+                for_trainer = rest if fixed else min(rest // 2, self._useful_bytes(size, plan.demands[size.name]))
                 for_trainer = for_trainer if trains else 0
                 if for_trainer:
                     more.append(MemoryPart(size.name, gpu, "trainer", "more for microbatches", for_trainer))
@@ -260,7 +259,7 @@ class _Search:
             context_parallel=config.context_parallel,
         )
 
-    def _wanted_bytes(self, size: ModelSize, demand: Demand) -> int:
+    def _useful_bytes(self, size: ModelSize, demand: Demand) -> int:
         """Return what a trainer can use beyond its least: for microbatches that recompute nothing."""
         wanted = size.activation_bytes(demand.microbatch_tokens, recomputes=False)
         return max(0, wanted - size.activation_bytes(demand.slice_tokens, recomputes=True))
@@ -270,7 +269,7 @@ class _Search:
         wanted = {gpu: 0 for gpu in range(len(plan.totals))}
         for size in self._sizes:
             for gpu in plan.layouts[size.name].trainer:
-                wanted[gpu] += self._wanted_bytes(size, plan.demands[size.name])
+                wanted[gpu] += self._useful_bytes(size, plan.demands[size.name])
         return all(plan.of(gpu) + more <= plan.totals[gpu] for gpu, more in wanted.items())
 
     def _numbers_of_ranks(self) -> Iterator[tuple[int, int, bool]]:
@@ -324,7 +323,7 @@ class _Search:
         are named; or those of the model's trainer, and unless its GPUs are named those without a trainer."""
         asked = self._config.engines or 1
         layouts = {name: replace(layout, engines=layout.engines[:asked]) for name, layout in most.items()}
-        plan = self._counted(demands, layouts)
+        plan = self._count(demands, layouts)
         if self._config.engines is not None or self._device == "cpu" or plan.missing_bytes > 0:
             return plan
         free: set[int] = set()
@@ -335,15 +334,15 @@ class _Search:
                 if not set(engine) <= set(self._sampler_gpus or {*fullest.trainer, *free}):
                     continue
                 fuller = replace(layouts[name], engines=(*layouts[name].engines, engine))
-                larger = self._counted(demands, {**layouts, name: fuller})
+                larger = self._count(demands, {**layouts, name: fuller})
                 if larger.missing_bytes <= 0:
                     layouts[name], plan = fuller, larger
         return plan
 
-    def _recounted(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
-        return self._counted({size.name: self._demand(size, wish) for size in self._sizes}, plan.layouts)
+    def _recount(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
+        return self._count({size.name: self._demand(size, wish) for size in self._sizes}, plan.layouts)
 
-    def _counted(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
+    def _count(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
         parts = plan_parts(self._sizes, demands, layouts, self._device, self._config.base_copies or 2)
         totals = _usable(self._totals, layouts.values())
         wholes = totals if self._config.gpu_memory_bytes is None else (self._largest_gpu,) * len(totals)

@@ -52,20 +52,20 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the files of the weights. Raises BackendFailed, naming files, if there are none or two sets of them, or
     if one is missing."""
     single, index = directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME
-    named = _named_by(index) if index.is_file() else []
+    named = _read_index(index) if index.is_file() else []
     present = [path for path in named if path.is_file()]
     if single.is_file():
         if others := [path for path in present if path != single]:
             raise BackendFailed(
-                f"{directory} has two sets of weights: {SAFE_WEIGHTS_NAME}, and {_listed(others)}, which"
+                f"{directory} has two sets of weights: {SAFE_WEIGHTS_NAME}, and {_join_names(others)}, which"
                 f" {SAFE_WEIGHTS_INDEX_NAME} names; remove one of them, and the index with the second"
             )
         return [single]
     if missing := [path for path in named if path not in present]:
-        raise BackendFailed(f"{directory} lacks {_listed(missing)}, which {SAFE_WEIGHTS_INDEX_NAME} names")
+        raise BackendFailed(f"{directory} lacks {_join_names(missing)}, which {SAFE_WEIGHTS_INDEX_NAME} names")
     if not named:
         found = [path for path in sorted(directory.glob("*")) if path.suffix == ".safetensors" or _is_other(path.name)]
-        also = f"; it has {_listed(found)}, which are not read" if found else ""
+        also = f"; it has {_join_names(found)}, which are not read" if found else ""
         raise BackendFailed(
             f"{directory} has no safetensors weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}{also}"
         )
@@ -87,7 +87,7 @@ def text_files(directory: Path) -> list[Path]:
     return sorted({path for pattern in _TEXT_FILES for path in directory.glob(pattern) if path.is_file()})
 
 
-def needed_files(directory: Path) -> dict[str, Path]:
+def find_needed_files(directory: Path) -> dict[str, Path]:
     """Return all files that a model is served from, by their names within its directory. Raises BackendFailed as
     `weight_files` and `text_files`."""
     found, weights = text_files(directory), weight_files(directory)
@@ -106,7 +106,7 @@ def link_files(files: Mapping[str, Path], links: Path) -> Path:
     return links
 
 
-def _named_by(index: Path) -> list[Path]:
+def _read_index(index: Path) -> list[Path]:
     """Return the files that an index names. Raises BackendFailed for one outside its directory."""
     names = sorted(set(map(str, _read_json(index).get("weight_map", {}).values())))
     for name in names:
@@ -129,6 +129,6 @@ def _is_other(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in OTHER_LAYOUTS)
 
 
-def _listed(paths: list[Path]) -> str:
+def _join_names(paths: list[Path]) -> str:
     names = ", ".join(path.name for path in paths[:_MAX_NAMES])
     return names if len(paths) <= _MAX_NAMES else f"{names} and {len(paths) - _MAX_NAMES} others"

@@ -97,14 +97,14 @@ def dequantised(weight_NK: Tensor, scale_IJ: Tensor, dtype: torch.dtype) -> Tens
 
 def packed_bytes(num_outputs: int, num_inputs: int) -> int:
     """Return B of a matrix."""
-    return _aligned(_scale_bytes(num_outputs, num_inputs)) + _aligned(num_outputs * num_inputs)
+    return _round_up(_scale_bytes(num_outputs, num_inputs)) + _round_up(num_outputs * num_inputs)
 
 
 def packed(weight_NK: Tensor, scale_IJ: Tensor) -> Tensor:
     """Return [B]: the scales in float32, then the numbers, each filled up with zeros."""
     scales = scale_IJ.float().contiguous().view(-1).view(torch.uint8)
     numbers = weight_NK.contiguous().view(-1).view(torch.uint8)
-    return torch.cat([_filled(scales), _filled(numbers)])
+    return torch.cat([_pad(scales), _pad(numbers)])
 
 
 def unpack(weight_B: Tensor, found_NK: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _has_kernel(device: torch.device) -> bool:
 def halves(weight_B: Tensor, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
     """Return the numbers [N, K] and scales [I, J] of a packed matrix. They share its memory."""
     num_scale_bytes = _scale_bytes(num_outputs, num_inputs)
-    begin = _aligned(num_scale_bytes)
+    begin = _round_up(num_scale_bytes)
     scale_IJ = weight_B[:num_scale_bytes].view(torch.float32).view(-(-num_outputs // BLOCK), -1)
     numbers = weight_B[begin : begin + num_outputs * num_inputs].view(torch.float8_e4m3fn)
     return numbers.view(num_outputs, num_inputs), scale_IJ
@@ -153,12 +153,12 @@ def _scale_bytes(num_outputs: int, num_inputs: int) -> int:
     return 4 * -(-num_outputs // BLOCK) * -(-num_inputs // BLOCK)
 
 
-def _aligned(num_bytes: int) -> int:
+def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
-def _filled(bytes_: Tensor) -> Tensor:
-    return functional.pad(bytes_, (0, _aligned(len(bytes_)) - len(bytes_)))
+def _pad(bytes_: Tensor) -> Tensor:
+    return functional.pad(bytes_, (0, _round_up(len(bytes_)) - len(bytes_)))
 
 
 def joined(

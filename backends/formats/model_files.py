@@ -20,7 +20,14 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PretrainedConfig
 
-from backends.formats.base_files import CONFIG_FILE, OTHER_LAYOUTS, link_files, needed_files, text_files, weight_files
+from backends.formats.base_files import (
+    CONFIG_FILE,
+    OTHER_LAYOUTS,
+    find_needed_files,
+    link_files,
+    text_files,
+    weight_files,
+)
 from backends.protocol import BackendFailed, Unavailable
 
 log = logging.getLogger(__name__)
@@ -134,7 +141,7 @@ def fingerprint(directory: Path) -> str:
     files are and however the tensors are spread over them; it takes some milliseconds for every hundred tensors.
     Raises BackendFailed for a directory whose files may be read in two ways.
     """
-    needed_files(directory)
+    find_needed_files(directory)
     config = json.loads((directory / CONFIG_FILE).read_text())
     for key in ("transformers_version", "_name_or_path"):  # fields about the program that wrote it
         config.pop(key, None)

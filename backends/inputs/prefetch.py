@@ -47,7 +47,7 @@ class Prefetcher(Generic[R]):
                     future.cancel()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Start no more work meanwhile. Python runs one thread at a time: a thread that launches kernels releases the
         GIL at each of them, and waits for all others before the next."""
         self._may_start.clear()

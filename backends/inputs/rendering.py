@@ -153,15 +153,15 @@ class Renderer:
         vision = self.family.vision
         if vision is None:
             return
-        with self._prefetcher.paused():  # or the first threads would compete with this loop
+        with self._prefetcher.pause():  # or the first threads would compete with this loop
             for key, data, span in (image for model_input in inputs for image in images_of(*model_input)):
                 if key not in known and key not in self._in_use and self._cache.get(key) is None:
-                    work = partial(self._decoded, vision, key, data)
+                    work = partial(self._decode, vision, key, data)
                     self._prefetcher.start(key, vision.size_bytes(span.grid), work)
 
     def prefetch_paused(self) -> AbstractContextManager[None]:
         """Pause prefetching, except images already being decoded, while kernels are launched."""
-        return self._prefetcher.paused()
+        return self._prefetcher.pause()
 
     def cancel_prefetch(self) -> None:
         """Drop all prefetched images."""
@@ -207,14 +207,14 @@ class Renderer:
         image = self._cache.get(key) or self._in_use.get(key)
         if image is None:
             try:
-                image = self._prefetcher.take(key) or self._decoded(vision, key, chunk.data)
+                image = self._prefetcher.take(key) or self._decode(vision, key, chunk.data)
             except BadImage as error:
                 raise InvalidInput(f"{at}: {error}") from None
             self._in_use[key] = image
             self._cache.put(key, image)
         return image
 
-    def _decoded(self, vision: Vision, key: str, data: bytes) -> RenderedImage:
+    def _decode(self, vision: Vision, key: str, data: bytes) -> RenderedImage:
         """Raises BadImage."""
         tensors = vision.process(decode(data, self._max_image_pixels))
         pixels = {name: self._pixels(vision, tensor) for name, tensor in tensors.items() if tensor.dtype == torch.uint8}

@@ -59,7 +59,7 @@ def require_as_defined(
         images_IF = cu_seqlens[:-1, None] + torch.arange(image.start, image.stop, device=cu_seqlens.device)
     found = attend(given, window, images_IF)
     samples = zip(*(tensor.split(given.lengths) for tensor in (*given.qkv, given.grad_THD)), strict=True)
-    expected = [_defined([*tensors], grad, given.scale, window, image) for *tensors, grad in samples]
+    expected = [_compute_reference([*tensors], grad, given.scale, window, image) for *tensors, grad in samples]
     for result, parts in zip(found, zip(*expected, strict=True), strict=True):
         wanted = torch.cat(parts)
         error, size = (result - wanted).norm().item(), wanted.norm().item()
@@ -72,7 +72,7 @@ def require_as_defined(
             )
 
 
-def _defined(
+def _compute_reference(
     qkv: list[Tensor], grad_THD: Tensor, scale: float, window: int | None, image: slice | None = None
 ) -> list[Tensor]:
     """Return the output [T, H, D] of one sample whose tokens see `window` tokens each, and those of `image` each other,

@@ -39,18 +39,18 @@ def to_heads(x_SHD: Tensor, group: str) -> Tensor:
     """Return [T, H / N, D]: the rank's own heads of all tokens, from all heads of its own tokens. N divides H."""
     size = num_ranks(group)
     sent = x_SHD.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
-    return _exchanged(sent, group).flatten(0, 1)
+    return _exchange(sent, group).flatten(0, 1)
 
 
 @torch.library.custom_op("tinker_server::to_tokens", mutates_args=())
 def to_tokens(x_THD: Tensor, group: str) -> Tensor:
     """Return [S, H, D]: all heads of the rank's own tokens, from H / N heads of all tokens [T, H / N, D]."""
-    received = _exchanged(x_THD.contiguous(), group)
+    received = _exchange(x_THD.contiguous(), group)
     whole: Tensor = received.unflatten(0, (num_ranks(group), -1)).transpose(0, 1).flatten(1, 2).contiguous()
     return whole
 
 
-def _exchanged(sent: Tensor, group: str) -> Tensor:
+def _exchange(sent: Tensor, group: str) -> Tensor:
     """Send each rank its part of equal parts of the first dimension; return what came, by rank."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=_GROUPS[group])

@@ -23,15 +23,15 @@ class _Rotated(torch.autograd.Function):
     def forward(ctx: Context, qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
         ctx.save_for_backward(cos_PD, sin_PD)
         ctx.mark_dirty(qkv_PX)
-        return _rotated(qkv_PX, cos_PD, sin_PD)
+        return _rotate_in_place(qkv_PX, cos_PD, sin_PD)
 
     @staticmethod
     def backward(ctx: Context, grad_PX: Tensor) -> tuple[Tensor, None, None]:
         cos_PD, sin_PD = ctx.saved_tensors
-        return _rotated(grad_PX.clone(memory_format=torch.contiguous_format), cos_PD, -sin_PD), None, None
+        return _rotate_in_place(grad_PX.clone(memory_format=torch.contiguous_format), cos_PD, -sin_PD), None, None
 
 
-def _rotated(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
+def _rotate_in_place(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
     """Rotate in place."""
     assert qkv_PX.is_contiguous()
     (num_patches, width), size = qkv_PX.shape, cos_PD.shape[1]

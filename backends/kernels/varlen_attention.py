@@ -114,7 +114,7 @@ class Padded:
     def backward(self, grad_THD: Tensor, saved: list[Tensor], span: Span, scale: float) -> tuple[Tensor, ...]:
         *tensors, lse_HT = saved
         num_tokens = span.end - span.begin
-        padded_lse = F.pad(lse_HT, (0, padded_length(num_tokens) - num_tokens), value=_BEYOND)
+        padded_lse = F.pad(lse_HT, (0, round_up_length(num_tokens) - num_tokens), value=_BEYOND)
         gradients = _cudnn_backward([*map(_as_batch, (grad_THD, *tensors)), padded_lse[None, :, :, None]], scale)
         return tuple(gradient[0].transpose(0, 1)[:num_tokens] for gradient in gradients)
 
@@ -142,7 +142,7 @@ _flash: Kernel = Flash()
 _padded: Kernel = Padded()
 
 
-def padded_length(num_tokens: int) -> int:
+def round_up_length(num_tokens: int) -> int:
     """Round up to a multiple of an eighth of the largest power of two that is at most `num_tokens`."""
     step = 1 << max(0, num_tokens.bit_length() - 4)
     return -(-num_tokens // step) * step
@@ -150,7 +150,7 @@ def padded_length(num_tokens: int) -> int:
 
 def _as_batch(tensor_THD: Tensor) -> Tensor:
     """Return [1, H, T', D], T' the padded length."""
-    missing = padded_length(len(tensor_THD)) - len(tensor_THD)
+    missing = round_up_length(len(tensor_THD)) - len(tensor_THD)
     padded = F.pad(tensor_THD, (0, 0, 0, 0, 0, missing)) if missing else tensor_THD
     return padded.transpose(0, 1)[None]
 
@@ -169,7 +169,7 @@ def _spans(cu_seqlens: Tensor, ends: list[int], longest: int, *, split_long: boo
             yield Span(ends[first], ends[last], cu, max(lengths[first:last]), is_long)
 
 
-def _planned(  # noqa: PLR0913
+def _plan_attention(  # noqa: PLR0913
     query_THD: Tensor,
     key_TGD: Tensor,
     cu_seqlens: Tensor,
@@ -259,7 +259,7 @@ def packed_attention(  # noqa: PLR0913
     `sinks_H` are frozen, and are among the scores of the log-sum-exp. `images` are the tokens of images that see each
     other, one image of `image_tokens` after the other; a window must not be shorter than an image.
     """
-    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
+    spans = _plan_attention(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
     qkv = [query_THD, key_TGD, value_TGD]
     out_THD, lse_HT = _forward(qkv, spans, scale)
     if images is not None:
@@ -285,7 +285,7 @@ def packed_attention_backward(  # noqa: PLR0913
     image_tokens: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
+    spans = _plan_attention(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
     saved = [query_THD, key_TGD, value_TGD, out_THD, lse_HT]
     gradients = _gradients(grad_THD, saved, spans, scale)
     if images is not None:

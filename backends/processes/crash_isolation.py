@@ -54,13 +54,13 @@ class CrashIsolation:
         """Return whether any work is suspected, which goes before all that is not."""
         return bool(self._groups)
 
-    async def cleared(self) -> None:
+    async def wait_until_clear(self) -> None:
         """Wait until no work is suspected."""
         while self._groups:
             await self._changed.wait()
 
     @asynccontextmanager
-    async def admitted(self, work: Suspect, prepare: Callable[[], Awaitable[P]]) -> AsyncIterator[P]:
+    async def admit(self, work: Suspect, prepare: Callable[[], Awaitable[P]]) -> AsyncIterator[P]:
         """Wait until the work may run, then for `prepare`, and give the block what that returned."""
         while True:
             while self._must_wait(work):
@@ -83,7 +83,7 @@ class CrashIsolation:
             return False
         return self._is_exclusive or any(work in group for group in self._groups)
 
-    def crashed(self, process: object) -> None:
+    def note_crash(self, process: object) -> None:
         """Suspect all work that runs. To be called before any of it has left; later calls for the same process do
         nothing."""
         if process is self._last_crashed:

@@ -184,7 +184,7 @@ async def _start_module(name: str, module: str, env: Mapping[str, str], fds: Seq
     return await Guarded.start(name, command, {**os.environ, **_WITHOUT_BARS, **env}, fds)
 
 
-def kept_environment() -> dict[str, str | None]:
+def read_environment() -> dict[str, str | None]:
     """Return the variables that Ray changes in the processes that it starts, as they are here."""
     return {name: os.environ.get(name) for name in _CHANGED_BY_RAY}
 

@@ -108,7 +108,7 @@ class Supervisor:
             self._starting = asyncio.create_task(self._start_again(), name=name, context=Context())
         return await asyncio.shield(self._starting)
 
-    async def restarted(self, seen: int) -> int:
+    async def wait_for_restart(self, seen: int) -> int:
         """Wait until the group has been restarted more than `seen` times; return how many times it has been."""
         async with self._restarted:
             await self._restarted.wait_for(lambda: self._num_restarts > seen)

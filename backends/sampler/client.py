@@ -95,11 +95,11 @@ class EngineClient:
         """Return whether it lives and takes requests that are no suspects."""
         return self.supervisor.is_alive and not self.isolation.has_suspects
 
-    async def opened(self) -> None:
+    async def wait_until_open(self) -> None:
         """Wait until it is open; a dead engine is started again."""
         while not self.is_open:
             await self.supervisor.running()
-            await self.isolation.cleared()
+            await self.isolation.wait_until_clear()
 
     async def running(self) -> Child:
         """Return its process. The first caller after a death starts another one. Raises BackendFailed if it is gone."""
@@ -121,10 +121,10 @@ class EngineClient:
                 await asyncio.wait([sending])  # if it fails, by the death of another engine too, this one asks again
                 continue
             sending = self._sending[weights] = asyncio.create_task(_send(child, weights))
-            sending.add_done_callback(partial(self._sent, weights))
+            sending.add_done_callback(partial(self._end_sending, weights))
             await asyncio.shield(sending)
 
-    def _sent(self, weights: Path, task: "asyncio.Task[None]") -> None:
+    def _end_sending(self, weights: Path, task: "asyncio.Task[None]") -> None:
         del self._sending[weights]
         if not task.cancelled():
             task.exception()  # whoever asked may have been cancelled
@@ -176,7 +176,7 @@ async def _check_kernels(child: Child, spec: ModelSpec) -> None:
     params = SamplingParams(max_tokens=num_tokens, seed=0, stop=[])
     first = np.zeros(1, np.int64)
     (drawn,) = (await child.call(Sample(_of_base(text_input(first), params)))).sequences
-    scores = await _scored(child, text_input(np.concatenate([first, drawn.tokens])))
+    scores = await _score(child, text_input(np.concatenate([first, drawn.tokens])))
     difference, is_rounding = compare(scores[1:], drawn.logprobs, spec.dtype)
     found = f"the engine scores its first text {difference:.2g} nats a token from how it drew it"
     if not is_rounding:
@@ -187,15 +187,15 @@ async def _check_kernels(child: Child, spec: ModelSpec) -> None:
 async def _check_base(child: Child, spec: ModelSpec, trainers: LoadCheck) -> None:
     """Raise BackendFailed unless an engine scores the base as the trainer does: both may have read something
     otherwise."""
-    own = replace(trainers, logprobs=(await _scored(child, text_input(trainers.token_ids)))[1:].tolist())
+    own = replace(trainers, logprobs=(await _score(child, text_input(trainers.token_ids)))[1:].tolist())
     if trainers.image:
-        behind_image = (await _scored(child, trainers.behind_image))[-len(trainers.token_ids) :]
+        behind_image = (await _score(child, trainers.behind_image))[-len(trainers.token_ids) :]
         own = replace(own, logprobs_behind_image=behind_image.tolist())
     for found in trainers.require_same_base(own, spec, "the engine"):
         log.info("%s: %s", child.name, found)
 
 
-async def _scored(child: Child, prompt: ModelInput) -> np.ndarray:
+async def _score(child: Child, prompt: ModelInput) -> np.ndarray:
     """Return the base's log probability of each token of a prompt [T], nats."""
     answer = await child.call(Sample(_of_base(prompt, SamplingParams(max_tokens=1), is_scored=True)))
     assert answer.prompt_logprobs is not None

@@ -165,11 +165,11 @@ class SamplerPool:
             return
         request = Request(owner)
         try:
-            async with engine.isolation.admitted(request, partial(self._child, engine)) as child:
+            async with engine.isolation.admit(request, partial(self._child, engine)) as child:
                 try:
                     await engine.call(child, command)
                 except ChildDied:
-                    engine.isolation.crashed(child)
+                    engine.isolation.note_crash(child)
                 except BackendFailed as error:
                     raise _of_engine(engine, error) from error
         except _Moves:
@@ -207,11 +207,11 @@ class SamplerPool:
         """Return the engine's answer. Raises _Moves after a death if another engine takes the request."""
         try:
             while not request.is_culprit:
-                async with engine.isolation.admitted(request, partial(self._child, engine)) as child:
+                async with engine.isolation.admit(request, partial(self._child, engine)) as child:
                     try:
                         return await engine.call(child, command, on_part)
                     except ChildDied:
-                        engine.isolation.crashed(child)
+                        engine.isolation.note_crash(child)
                         if request.has_begun:  # another answer would not begin as this one did
                             raise BackendFailed("the engine died while it answered; send the request again") from None
                         request.deaths += 1
@@ -255,7 +255,7 @@ class SamplerPool:
     async def _open(self) -> list[EngineClient]:
         """Return the engines that take requests, once there is one."""
         while not (found := [engine for engine in self.engines if engine.is_open]):
-            async with tasks.running(engine.opened() for engine in self.engines) as opening:
+            async with tasks.running(engine.wait_until_open() for engine in self.engines) as opening:
                 done, _ = await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if not task.cancelled():  # it is where its engine has left

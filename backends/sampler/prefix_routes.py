@@ -146,15 +146,15 @@ def _ends(data: bytes) -> tuple[int, bytes, bytes]:
 
 
 def _text(part: object) -> str:
-    return json.dumps(_shortened(part), default=str)
+    return json.dumps(_shorten(part), default=str)
 
 
-def _shortened(value: object) -> object:
+def _shorten(value: object) -> object:
     """Return a JSON value with the middle of long texts, as of images, left out."""
     if isinstance(value, str) and len(value) > 2 * _READ_BYTES:
         return [len(value), value[:_READ_BYTES], value[-_READ_BYTES:]]
     if isinstance(value, list):
-        return [_shortened(item) for item in value]
+        return [_shorten(item) for item in value]
     if isinstance(value, dict):
-        return {key: _shortened(item) for key, item in value.items()}
+        return {key: _shorten(item) for key, item in value.items()}
     return value

@@ -108,12 +108,12 @@ class BaseModel:
             warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled)
             if config.placement.trainer_bytes:
                 progress.does("measures memory")
-                self.memory = self._measured(model, world, config.placement.trainer_bytes)
+                self.memory = self._measure_memory(model, world, config.placement.trainer_bytes)
             # A graph would hold collectives.
             can_be_captured = not self.is_coupled and all(map(can_be_compiled, model.get_decoder().layers))
             if self.packs and can_be_captured:
                 progress.does("tests graphs")
-                self._graphs = self._tested_graphs(config, world)
+                self._graphs = self._make_graphs(config, world)
                 self._count_graphs()
 
     def score(self, batch: Microbatch, scales_TR: Tensor, gradient: TokenGradient | None = None) -> Tensor:
@@ -194,7 +194,7 @@ class BaseModel:
         logprobs: list[float] = logprobs_T1[:num_tokens, 0].tolist()
         return logprobs
 
-    def _tested_graphs(self, config: ModelSpec, world: World) -> Graphs | None:
+    def _make_graphs(self, config: ModelSpec, world: World) -> Graphs | None:
         if self.memory is None:
             graphs = Graphs(self.scorer, world.device)
         else:
@@ -208,7 +208,7 @@ class BaseModel:
             return None
         return graphs
 
-    def _measured(self, model: PreTrainedModel, world: World, limit_bytes: int) -> Memory:
+    def _measure_memory(self, model: PreTrainedModel, world: World, limit_bytes: int) -> Memory:
         def run(num_tokens: int) -> None:
             run_text(self.scorer, self.renderer, world, [num_tokens * world.context.size])
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas.training import Trainable
-from backends.files import make_directory, written_aside
+from backends.files import make_directory, write_aside
 from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import StackedFile, TargetModules, to_files
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
@@ -35,7 +35,7 @@ _EXPERT = re.compile(r"\bexperts\.(\d+\.|w[123]$)")
 
 def write_directory(directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
     """Let `write` fill a fresh directory, make it durable if asked to, and give it its name."""
-    with written_aside(directory, durable=durable) as aside:
+    with write_aside(directory, durable=durable) as aside:
         make_directory(aside)  # and the folder that it is in, if another's deletion has just left that empty
         write(aside)
 

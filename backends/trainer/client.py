@@ -140,9 +140,9 @@ class TrainerClient:
         """Implement the protocol."""
         return None if self._supervisor.is_alive else self._replicas.reason()
 
-    async def restarted(self, seen: int) -> int:
+    async def wait_for_restart(self, seen: int) -> int:
         """Implement the protocol."""
-        return await self._supervisor.restarted(seen)
+        return await self._supervisor.wait_for_restart(seen)
 
     def processes(self) -> list[ProcessState]:
         """Return the states of the ranks that were started last."""
@@ -353,7 +353,7 @@ class TrainerClient:
             if len(ranks) == 1 and not isinstance(error, ChildDied):
                 raise
             log.error("%s: ending the trainer: %s", self._spec.name, error)
-            if machine := await self._replicas.ended():  # by no fault of the operation, or not for sure
+            if machine := await self._replicas.wait_for_end():  # by no fault of the operation, or not for sure
                 await self._end()
                 raise ModelLost(f"the trainer has ended with its ranks on {machine}") from error
             self._exclusive_until_s = asyncio.get_running_loop().time() + _EXCLUSIVE_S

@@ -55,7 +55,7 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
     )
     sums: list[Tensor] = []
     for pieces in _pieces(parameters):
-        stepped = _stepped(optimizer, pieces)
+        stepped = _try_step(optimizer, pieces)
         if stepped is None or not all_finite(stepped):
             raise _not_finite(adam, norm)
         if sums_bits:
@@ -83,7 +83,7 @@ def keeping_state(optimizer: torch.optim.AdamW) -> Iterator[None]:
         raise
 
 
-def _stepped(optimizer: torch.optim.AdamW, pieces: list[Piece]) -> list[Tensor] | None:
+def _try_step(optimizer: torch.optim.AdamW, pieces: list[Piece]) -> list[Tensor] | None:
     """Return pieces of parameters, and of their moments, as a step would leave them. None if it cannot be taken, on the
     CPU for a step size beyond float32."""
     copies = [nn.Parameter(parameter.detach().reshape(-1)[part].clone()) for parameter, part in pieces]

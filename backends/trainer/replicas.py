@@ -114,7 +114,7 @@ class Replicas:
         """Say why nothing is computed while the ranks are started."""
         return f"the trainer of {self._spec.name} starts again{self._reason}"
 
-    async def ended(self) -> str | None:
+    async def wait_for_end(self) -> str | None:
         """Return the name of a machine whose ranks were the first to end, with it or without; None if those here were.
         Where it was without, and not for the first time, the machine is not used for a while."""
         if not self.used:

@@ -145,14 +145,14 @@ def scatter_from_rank_zero(whole: Tensor | None, like: Tensor, world: World) -> 
     if world.machine.size > 1:
         shard = _scatter_on_first_machine(whole, like, world)
     else:
-        shard = agreed(lambda: torch.empty_like(like.detach()) if whole is None else _copied_as(whole, like), world)
+
+        def copy() -> Tensor:
+            return torch.empty_like(like.detach()) if whole is None else whole.to(like.device, like.dtype, copy=True)
+
+        shard = agreed(copy, world)
     if world.num_machines > 1:
         dist.broadcast(shard, group=world.across.group, group_src=0)
     return shard
-
-
-def _copied_as(whole: Tensor, like: Tensor) -> Tensor:
-    return whole.to(like.device, like.dtype, copy=True)
 
 
 def _scatter_on_first_machine(whole: Tensor | None, like: Tensor, world: World) -> Tensor:

@@ -193,7 +193,7 @@ def test_administrators_alone_have_the_page_of_owners_and_stop_a_run_there(
     _, bob = owners
     run_id = bob.new_run()
     expect(seen.page.get_by_role("link", name="Owners")).to_have_count(0)
-    key = keys.add(bob.server.settings.resolved_keys_file(), "root", is_admin=True)
+    key = keys.add(bob.server.settings.resolve_keys_file(), "root", is_admin=True)
     time.sleep(keys.RELOAD_S)
     seen.sign_out()
     page = seen.sign_in(key)

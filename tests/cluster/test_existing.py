@@ -14,7 +14,7 @@ from backends.cluster import client
 from backends.cluster.client import Cluster, ExistingRay
 from backends.cluster.join import leave
 from backends.cluster.ray_commands import ray_environment, ray_running
-from backends.cluster.token import made_token
+from backends.cluster.token import make_token
 from backends.processes.launcher import Guarded
 from backends.protocol import BackendFailed
 from tests.cluster.machines import Machine, NoUse, address_of, free_port, is_alive, started, until
@@ -51,7 +51,7 @@ async def of_two(directory: Path, env: dict[str, str]) -> AsyncIterator[Nodes]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(temporary_of_file: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Nodes]:
     directory = tmp_path_factory.mktemp("nodes")
-    made_token(directory / "ray-token")
+    make_token(directory / "ray-token")
     env = ray_environment(directory / "ray-token")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
@@ -125,7 +125,7 @@ async def test_a_cluster_without_the_right_token_is_refused(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "other"))
-    made_token(tmp_path / "other")
+    make_token(tmp_path / "other")
     with pytest.raises(BackendFailed, match=r"does not take this machine: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"):
         async with started(tmp_path, NoUse(), existing=nodes.existing()):
             pass

@@ -303,7 +303,7 @@ def test_024_a_key_of_the_owner_opens_private_weights(server: Guarded, mine: Min
 
 
 def test_024_a_key_that_was_handed_on_is_in_no_file(server: Guarded, mine: Mine) -> None:
-    key = keys.add(server.settings.resolved_keys_file(), "alice")
+    key = keys.add(server.settings.resolve_keys_file(), "alice")
     time.sleep(keys.RELOAD_S)
     service(server, "bob").create_training_client_from_state(mine.path, weights_access_token=key).result()
     with pytest.raises(tinker.RequestFailedError, match="weights_access_token is not an API key"):
@@ -338,7 +338,7 @@ def test_003_a_wrong_token_is_401_and_a_token_gets_no_other(server: Guarded) -> 
 
 
 def test_108_a_token_gives_up_its_key(server: Guarded) -> None:
-    key = keys.add(server.settings.resolved_keys_file(), "bob")
+    key = keys.add(server.settings.resolve_keys_file(), "bob")
     time.sleep(keys.RELOAD_S)
     with http(server, key) as client:
         token = client.post("/auth/token", json={}).json()["jwt"]
@@ -350,10 +350,10 @@ def test_108_a_token_gives_up_its_key(server: Guarded) -> None:
 
 
 def test_108_giving_a_key_up_ends_it_and_not_its_owner(server: Guarded) -> None:
-    key = keys.add(server.settings.resolved_keys_file(), "bob")
+    key = keys.add(server.settings.resolve_keys_file(), "bob")
     time.sleep(keys.RELOAD_S)
     with http(server, key) as client:
         assert client.get("/auth/apikey/me").json()["name"] == "bob"
         assert client.delete("/auth/apikey/me").status_code == 204
         assert client.get("/auth/apikey/me").status_code == 401
-    assert Path(server.settings.resolved_keys_file()).read_text().count("bob ") == 1
+    assert Path(server.settings.resolve_keys_file()).read_text().count("bob ") == 1

@@ -248,7 +248,7 @@ def test_a_key_of_the_scope_sample_reads_results_of_samples_alone(house: House) 
 def test_a_key_of_the_scope_metrics_reads_metrics_and_does_nothing_else(house: House) -> None:
     headers = {"x-api-key": house.metrics_key}
     assert httpx.get(f"{house.server.url}/metrics", headers=headers).status_code == 200
-    narrow = keys.add(house.server.settings.resolved_keys_file(), "alice", scope="sample")
+    narrow = keys.add(house.server.settings.resolve_keys_file(), "alice", scope="sample")
     time.sleep(keys.RELOAD_S)
     answer = httpx.get(f"{house.server.url}/metrics", headers={"x-api-key": narrow})
     assert (answer.status_code, answer.json()["error"]) == (403, "ScopeRefused")
@@ -264,7 +264,7 @@ def test_a_key_of_the_scope_metrics_reads_metrics_and_does_nothing_else(house: H
 
 @pytest.mark.parametrize("scope", ["sample", "metrics"])
 def test_a_key_of_a_narrow_scope_does_not_sign_in(house: House, scope: Any) -> None:
-    key = keys.add(house.server.settings.resolved_keys_file(), "alice", scope=scope)
+    key = keys.add(house.server.settings.resolve_keys_file(), "alice", scope=scope)
     time.sleep(keys.RELOAD_S)
     answer = httpx.post(f"{house.server.url}/login", data={"key": key})
     assert answer.status_code == 403 and f"This key has the scope {scope}" in answer.text
@@ -275,7 +275,7 @@ def test_an_administrator_sees_all_keys_and_their_last_use(house: House) -> None
     found = house.ask(house.root_key, "GET", "/admin/keys").json()["keys"]
     root = next(one for one in found if one["owner"] == "root")
     assert root["is_admin"] and root["scope"] == "all" and root["created_at"] and root["used_at"]
-    known = keys.read(house.server.settings.resolved_keys_file())
+    known = keys.read(house.server.settings.resolve_keys_file())
     assert {one["key_id"] for one in found} == {key.id for key in known.values()}
     assert house.root_key not in str(found) and not any(key.hashed in str(found) for key in known.values())
 

@@ -95,7 +95,7 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
     forward_backward(rank, "m", batch, True)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(optimizer, "_stepped", out_of_memory)
+            patch.setattr(optimizer, "_try_step", out_of_memory)
         found["step"] = outcome(lambda: rank.optim_step("m", ADAM))
     found["unchanged"] = str(weights(rank, "m") == before)
     found["step again"] = outcome(lambda: rank.optim_step("m", ADAM))
@@ -208,7 +208,7 @@ def failing_on_shards(world: World, source: Path, directory: Path) -> dict[str, 
     save = partial(rank.save_state, "m", directory / "never")
     num_scattered = 3 * len(model.parameters)
     fails("summing", shards, "_buffers", 0, train)
-    fails("trying a step", optimizer, "_stepped", 0, train)
+    fails("trying a step", optimizer, "_try_step", 0, train)
     fails("sharing", shards, "_buffers", 1, train)
     for name, number in zip(LOADING, (0, num_scattered // 2, num_scattered), strict=True):
         fails(name, shards, "_buffers", number, load)

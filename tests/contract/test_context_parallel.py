@@ -294,14 +294,14 @@ def with_troubles(world: World, source: Path) -> tuple[int, str, bool]:
     rank, renderer = with_models(rank_of(world, source), {"m": LORA}), make_renderer(source)
     apart = cross_entropy([datum(prompt(image(64, 64, 1), words(40, 2), image(64, 64, 3)), renderer)])
     decoded = set[str]()
-    decode = rank.base.renderer._decoded
+    decode = rank.base.renderer._decode
 
     def noted(vision: Vision, key: str, data: bytes) -> RenderedImage:
         decoded.add(key)
         return decode(vision, key, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank.base.renderer, "_decoded", noted)
+        patch.setattr(rank.base.renderer, "_decode", noted)
         forward_backward(rank, "m", apart)
     error = ""
     with pytest.MonkeyPatch.context() as patch:

@@ -55,7 +55,7 @@ async def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[S
 
 async def ready(sampler: SamplerPool) -> SamplerPool:
     """Have all of a pool's engines run: a test that failed may have left one dead."""
-    await asyncio.gather(*(engine.opened() for engine in sampler.engines))
+    await asyncio.gather(*(engine.wait_until_open() for engine in sampler.engines))
     return sampler
 
 
@@ -143,7 +143,7 @@ async def test_an_engine_killed_under_load_loses_nothing_and_the_other_goes_on(
         np.testing.assert_array_equal(got.sequences[0].tokens, wanted.sequences[0].tokens)
         np.testing.assert_allclose(got.sequences[0].logprobs, wanted.sequences[0].logprobs, rtol=0, atol=ATOL)
     async with asyncio.timeout(300):
-        await pool.engines[0].opened()
+        await pool.engines[0].wait_until_open()
     # The new engine has an empty scratch directory, and the other one still has its links.
     for response in await on_each(pool, adapter, MIXED["one image"]):
         assert response.prompt_logprobs is not None

@@ -144,7 +144,7 @@ def test_a_trial_has_the_copies_of_one_piece_at_a_time(
     rank.create_model("m", LORA)
     forward_backward(rank, "m", cross_entropy([datum(prompt(words(9)), renderer)]), True)
     monkeypatch.setattr(optimizer, "TRIED_AT_ONCE", 2000)
-    stepped, alive = optimizer._stepped, list[weakref.ref[Tensor]]()
+    stepped, alive = optimizer._try_step, list[weakref.ref[Tensor]]()
 
     def counted(*of: Any) -> list[Tensor] | None:
         assert not [one for one in alive if one() is not None]
@@ -153,7 +153,7 @@ def test_a_trial_has_the_copies_of_one_piece_at_a_time(
         alive[:] = map(weakref.ref, found)
         return found
 
-    monkeypatch.setattr(optimizer, "_stepped", counted)
+    monkeypatch.setattr(optimizer, "_try_step", counted)
     rank.optim_step("m", ADAM)
     assert alive
 

@@ -132,7 +132,7 @@ def test_without_keys_pages_of_other_origins_are_kept_out(server: Running, origi
 
 
 def test_with_keys_any_name_and_origin_will_do(guarded: Running) -> None:
-    key = keys.add(guarded.settings.resolved_keys_file(), "alice")
+    key = keys.add(guarded.settings.resolve_keys_file(), "alice")
     time.sleep(keys.RELOAD_S)
     found = answer_to(
         guarded,

@@ -31,7 +31,7 @@ def is_taken(server: Running, key: str) -> bool:
 
 
 def path_of(owner: Owner) -> Path:
-    return owner.server.settings.resolved_keys_file()
+    return owner.server.settings.resolve_keys_file()
 
 
 def test_a_key_that_is_made_on_the_page_works_at_once_and_is_shown_once(people: tuple[Owner, Owner]) -> None:

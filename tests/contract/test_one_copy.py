@@ -143,7 +143,7 @@ async def test_an_engine_or_a_trainer_that_dies_maps_the_same_copy_again(parts: 
     assert np.array_equal(await scores(parts), before, equal_nan=True)
     restarts = num_restarts(parts.trainer._supervisor)
     os.kill(present(trainer), signal.SIGKILL)
-    await parts.trainer.restarted(restarts)
+    await parts.trainer.wait_for_restart(restarts)
     await loss_of(parts, "again", reference)
     after = parts.pids()
     assert after[0] == holder and after[1] != trainer and after[2] != engine
@@ -164,7 +164,7 @@ async def test_a_dead_holder_leaves_mapped_weights_right_and_all_start_again(
         pids = parts.pids()
         os.kill(present(pids[0]), signal.SIGKILL)
         async with asyncio.timeout(SIGNALS_S):
-            await parts.base._supervisor.restarted(restarts)
+            await parts.base._supervisor.wait_for_restart(restarts)
         assert all(tensor.equal(contents[name]) for name, tensor in mapped.items())
         # Those that had mapped the first copy were ended before the second was made.
         assert not set(pids) & set(parts.pids())

@@ -67,7 +67,7 @@ async def test_a_trainer_that_dies_is_there_again_with_its_models_before_anybody
         names = (f"{client.session_id}:train:{number}" for number in range(2))
         models = [client.services.scheduler.actor(name).model for name in names]
         async with asyncio.timeout(120):
-            await backend.trainer.restarted(0)
+            await backend.trainer.wait_for_restart(0)
             while not all(model.is_in_memory for model in models):  # noqa: ASYNC110 - it emits no event
                 await asyncio.sleep(0.05)
         found.append(await train(client, 4))
@@ -199,7 +199,7 @@ async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_
         await trainer._supervisor.children[0].stop(0)
         async with asyncio.timeout(120):
             model = await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")
-        assert failures == 0 and not model.is_lost and await trainer.restarted(0) == 1
+        assert failures == 0 and not model.is_lost and await trainer.wait_for_restart(0) == 1
     finally:
         await trainer.stop()
 

@@ -76,7 +76,7 @@ async def test_a_machine_is_used_once_nothing_is_asked_and_no_snapshot_is_being_
     writing.set_result(None)
     await until_on(trainer)
     assert trainer.waits_for() == "the trainer of tiny starts again, with a"
-    assert await trainer.restarted(0) == 1
+    assert await trainer.wait_for_restart(0) == 1
     assert machines(trainer) == ["here", "a"] and trainer.ranks == "2 on 2 machines, float32 between them"
     with pytest.raises(ModelLost):  # which the server restores from its snapshot
         await train(trainer, model, batch)

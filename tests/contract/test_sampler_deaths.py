@@ -149,7 +149,7 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) ->
     await running.start(ignore_loading)
 
     async def work() -> None:
-        async with isolation.admitted(Suspect(), running.running):
+        async with isolation.admit(Suspect(), running.running):
             await asyncio.sleep(60)
 
     working = asyncio.create_task(work())

@@ -103,7 +103,7 @@ async def test_a_request_that_kills_engines_kills_two_that_others_use_and_then_i
     await asyncio.gather(*serving, return_exceptions=True)
     assert max(waits) < 2  # less than an engine takes to start
     async with asyncio.timeout(90):
-        await asyncio.gather(*(engine.opened() for engine in pool.engines))
+        await asyncio.gather(*(engine.wait_until_open() for engine in pool.engines))
     assert len(STARTS) <= 3 + 4  # two shared; its owner's group; itself
     assert 1 in [STARTS.count(number) for number in range(3)]  # one has never died
 

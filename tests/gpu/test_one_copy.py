@@ -210,8 +210,8 @@ async def test_memory_has_one_copy_and_all_outlive_deaths(shape: str, cache_gib:
 
         holder, began = parts.holder(), time.monotonic()
         os.kill(holder, signal.SIGKILL)
-        await parts.base._supervisor.restarted(0)
-        await parts.trainer.restarted(0)
+        await parts.base._supervisor.wait_for_restart(0)
+        await parts.trainer.wait_for_restart(0)
         await parts.sampler.engines[0].running()
         print(f"all are back after {time.monotonic() - began:.1f} s")
         assert tensor.cpu().equal(contents), name

@@ -68,13 +68,13 @@ class Keys:
         self._require_readable()
         if self.is_open:
             return Key(LOCAL, hash_of(key)) if key.startswith(PREFIXES) else None
-        return self._used(hash_of(key))
+        return self._note_use(hash_of(key))
 
     def find_by_fingerprint(self, fingerprint: str) -> Key | None:
         """Return the key with this fingerprint as `find` does; None if it was removed, too. Raises KeysUnreadable."""
         self._reload()
         self._require_readable()
-        return self._used(SHA + fingerprint)
+        return self._note_use(SHA + fingerprint)
 
     def owner_of(self, key: str) -> str | None:
         """Return the name of a key, or None as `find`."""
@@ -86,7 +86,7 @@ class Keys:
         self._reload()
         return list(self._known.values())
 
-    def _used(self, hashed: str) -> Key | None:
+    def _note_use(self, hashed: str) -> Key | None:
         found, now = self._known.get(hashed), time.time()
         if found is None or not found.is_valid(now):
             return None
@@ -98,14 +98,14 @@ class Keys:
 
         Raises BadRequest if the token is not a key.
         """
-        return self.readers_by_seal(owner, None if token is None else self.sealed(token))
+        return self.readers_by_seal(owner, None if token is None else self.seal(token))
 
-    def sealed(self, token: str) -> str:
+    def seal(self, token: str) -> str:
         """Return a string that is stored instead of a weights_access_token: the key's owner, or none."""
         return f"{OPENS}{self._lender(token)}"
 
     def readers_by_seal(self, owner: str, seal: str | None) -> set[str]:
-        """Return the owners as `readers` does, from a result of `sealed`. Raises BadRequest if that was not a key."""
+        """Return the owners as `readers` does, from a result of `seal`. Raises BadRequest if that was not a key."""
         if seal is None or self.is_open:
             return {owner}
         if not (other := seal.removeprefix(OPENS)):
@@ -121,7 +121,7 @@ class Keys:
         """Remove the key with this hash from the file. Raises OSError if the file cannot be written."""
         if hashed not in self._known:
             return
-        with _locked(self._path):
+        with _lock(self._path):
             _write(self._path, [line for line in _lines(self._path) if line.hashed != hashed])
         self._known.pop(hashed, None)
 
@@ -175,7 +175,7 @@ def add(path: Path, name: str, *, scope: Scope = "all", is_admin: bool = False, 
     key, now = f"tml-{secrets.token_urlsafe(32)}", time.time()
     made = Key(name, hash_of(key), scope, is_admin, now, None if valid_s is None else now + valid_s)
     make_directory(path.parent)
-    with _locked(path):
+    with _lock(path):
         _write(path, [*_lines(path), made])
     return key
 
@@ -183,7 +183,7 @@ def add(path: Path, name: str, *, scope: Scope = "all", is_admin: bool = False, 
 def set_expiry(path: Path, hashed: str, valid_s: float) -> None:
     """Let the key with this hash expire after `valid_s` from now. Raises StartFailed, OSError."""
     expires_at = time.time() + valid_s
-    with _locked(path):
+    with _lock(path):
         lines = _lines(path)
         _write(path, [replace(line, expires_at=expires_at) if line.hashed == hashed else line for line in lines])
 
@@ -193,7 +193,7 @@ def remove(path: Path, name: str, key_id: str | None = None) -> int:
     StartFailed."""
     if not path.exists():
         return 0
-    with _locked(path):
+    with _lock(path):
         lines = _lines(path)
         kept = [line for line in lines if line.name != name or key_id not in (None, line.id)]
         if len(kept) < len(lines):
@@ -208,7 +208,7 @@ def read(path: Path) -> dict[str, Key]:
 
 def _lines(path: Path) -> list[Key]:
     try:
-        return [_key(path, *line) for line in _numbered_lines(path)]
+        return [_key(path, *line) for line in _read_lines(path)]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -218,7 +218,7 @@ def _lines(path: Path) -> list[Key]:
 def _readable_keys(path: Path) -> dict[str, Key]:
     """Return the keys of all lines that have one: a wrong line removes no other key, and keeps none. Raises OSError."""
     known = {}
-    for line in _numbered_lines(path):
+    for line in _read_lines(path):
         try:
             key = _key(path, *line)
         except StartFailed as error:
@@ -228,7 +228,7 @@ def _readable_keys(path: Path) -> dict[str, Key]:
     return known
 
 
-def _numbered_lines(path: Path) -> list[tuple[int, str]]:
+def _read_lines(path: Path) -> list[tuple[int, str]]:
     """Return the lines that should have a key, with their numbers. Raises OSError."""
     texts = path.read_text(errors="replace").splitlines()
     return [(number, text) for number, text in enumerate(texts, 1) if text.split() and text.split()[0][0] != "#"]
@@ -242,7 +242,7 @@ def _key(path: Path, number: int, text: str) -> Key:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     """Lock out other writers between reading the file and replacing it. The lock is a permanent file beside it."""
     with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -40,7 +40,7 @@ class Tokens:
             "exp": now + VALID_S,
             "key": key.fingerprint,
         }
-        signed = f"{_encoded(json.dumps(_HEAD).encode())}.{_encoded(json.dumps(claims).encode())}"
+        signed = f"{_encode(json.dumps(_HEAD).encode())}.{_encode(json.dumps(claims).encode())}"
         return f"{signed}.{self._signature(signed)}"
 
     def find(self, token: str) -> Key | None:
@@ -48,16 +48,16 @@ class Tokens:
         signed, _, signature = token.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._signature(signed).encode()):
             return None
-        claims = json.loads(_decoded(signed.partition(".")[2]))  # our own: the signature is right
+        claims = json.loads(_decode(signed.partition(".")[2]))  # our own: the signature is right
         return self._keys.find_by_fingerprint(claims["key"]) if time.time() < claims["exp"] else None
 
     def _signature(self, signed: str) -> str:
-        return _encoded(hmac.digest(self._secret, signed.encode(), hashlib.sha256))
+        return _encode(hmac.digest(self._secret, signed.encode(), hashlib.sha256))
 
 
-def _encoded(raw: bytes) -> str:
+def _encode(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 
 
-def _decoded(text: str) -> bytes:
+def _decode(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

@@ -46,10 +46,10 @@ class Chats:
         self._admission.samples.enter(*counts)
         try:
             read_bytes = await with_data(request.endpoint, request.body, addresses, owner)
-            with self._admission.samples.counted(owner, 0, read_bytes, 0):
+            with self._admission.samples.count(owner, 0, read_bytes, 0):
                 task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
                 image_bytes = await self._image_bytes(request, found.base_model, owner, read_bytes)
-                with self._admission.samples.counted(owner, 0, 0, image_bytes):
+                with self._admission.samples.count(owner, 0, 0, image_bytes):
                     async for part in self._parts(task, found):
                         yield part
         finally:

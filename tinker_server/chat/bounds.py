@@ -89,13 +89,13 @@ def _parts(value: object, where: str) -> Iterator[tuple[str, dict[str, object]]]
 def _require_objects(value: object, where: str, most: int) -> None:
     if not isinstance(value, list):
         if value is not None and not isinstance(value, str):
-            raise BadField(f"{where} is {_named(value)}; it must be a list of objects", where.partition(".")[0])
+            raise BadField(f"{where} is {_name_type(value)}; it must be a list of objects", where.partition(".")[0])
         return
     if len(value) > most:
         raise BadField(f"{where} has {len(value)} items; {most} are allowed", where.partition(".")[0])
     for index, item in enumerate(value):
         if not isinstance(item, dict):
-            raise BadField(f"{where}.{index} is {_named(item)}; it must be an object", where.partition(".")[0])
+            raise BadField(f"{where}.{index} is {_name_type(item)}; it must be an object", where.partition(".")[0])
 
 
 def _require_format(value: object) -> None:
@@ -113,7 +113,7 @@ def _require_stops(value: object, field: str, most: int) -> None:
         if isinstance(stop, str) and len(stop) > MAX_STOP_CHARACTERS:
             raise BadField(f"{field} has one of {len(stop)} characters; {MAX_STOP_CHARACTERS} are allowed", field)
         if not isinstance(stop, kind):
-            raise BadField(f"{field} holds {_named(stop)}; it must hold {kinds}", field)
+            raise BadField(f"{field} holds {_name_type(stop)}; it must hold {kinds}", field)
 
 
 def _require_biases(value: object) -> None:
@@ -215,12 +215,12 @@ def _values(values: Iterable[object]) -> Iterator[object]:
             yield from _values(value)
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """Return the beginning of a value as a refusal quotes it, however large or nested it is."""
     return value[:QUOTED] if isinstance(value, str) else reprlib.repr(value)[:QUOTED]
 
 
-def _named(value: object) -> str:
+def _name_type(value: object) -> str:
     """Return the JSON type of a value, in words."""
     if value is None:
         return "null"

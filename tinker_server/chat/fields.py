@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Union
 
 from backends.protocol import ChatEndpoint
-from tinker_server.chat.bounds import quoted
+from tinker_server.chat.bounds import quote
 from tinker_server.errors import BadField
 
 ANY = object()
@@ -195,7 +195,7 @@ def _chosen(value: dict[str, object], kinds: Kinds, where: str) -> Shape:
         kind = "image_url" if "image_url" in kinds.shapes and "image_url" in value else kinds.inferred
     found = kinds.shapes.get(kind, kinds.default) if isinstance(kind, str) else None
     if found is None:
-        said = "missing" if kind is None else quoted(kind)
+        said = "missing" if kind is None else quote(kind)
         raise BadField(f"{where}.{kinds.key} is {said}; supported are {', '.join(kinds.shapes)}", _root(where))
     return found
 
@@ -209,10 +209,10 @@ def _require_fields(value: dict[str, object], shape: Shape, where: str) -> None:
                 _require(item, nested, f"{where}.{name}")
         elif (moot := shape.without_effect.get(name)) is None:
             allowed = ", ".join(sorted(shape.fields))
-            raise BadField(f"{where}.{quoted(name)} is not supported; supported are {allowed}", _root(where))
+            raise BadField(f"{where}.{quote(name)} is not supported; supported are {allowed}", _root(where))
         elif not is_moot(item, moot):
             allowed = " or ".join(map(json.dumps, moot))
-            raise BadField(f"{where}.{name} is {quoted(item)}; supported is {allowed}", _root(where))
+            raise BadField(f"{where}.{name} is {quote(item)}; supported is {allowed}", _root(where))
 
 
 def _root(where: str) -> str:

@@ -54,12 +54,12 @@ def files(body: dict[str, object]) -> list[bytes]:
         text = holder[key]
         if isinstance(text, str) and (key == "data" or text.startswith("data:")):
             if text not in decoded:
-                decoded[text] = _decoded(text if key == "data" else text.partition(",")[2])
+                decoded[text] = _decode(text if key == "data" else text.partition(",")[2])
             found.append(decoded[text])
     return found
 
 
-def _decoded(text: str) -> bytes:
+def _decode(text: str) -> bytes:
     """Decode in slices, since one long call would hold up every other thread."""
     try:
         return b"".join(base64.b64decode(text[at : at + _SLICE]) for at in range(0, len(text), _SLICE))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tinker_server.chat.bounds import quoted
+from tinker_server.chat.bounds import quote
 from tinker_server.errors import BadField
 
 
@@ -34,7 +34,7 @@ def text_of(arguments: object, where: str) -> str:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise BadField(f"{where} is {quoted(arguments)}; it must be a JSON object, or the text of one", _root(where))
+        raise BadField(f"{where} is {quote(arguments)}; it must be a JSON object, or the text of one", _root(where))
     assert isinstance(arguments, str)
     return arguments
 

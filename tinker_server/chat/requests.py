@@ -9,7 +9,7 @@ from typing import Any
 from api_schemas.base import unstorable
 from api_schemas.inputs import MAX_IMAGE_CHARS
 from backends.protocol import ChatEndpoint
-from tinker_server.chat.bounds import MAX_NAME, quoted, require_bounded
+from tinker_server.chat.bounds import MAX_NAME, quote, require_bounded
 from tinker_server.chat.fields import ANY, SHAPES, is_moot, require_known
 from tinker_server.chat.messages import require_arguments
 from tinker_server.errors import BadField
@@ -102,7 +102,7 @@ def _is_image(content: bytearray, at: int) -> bool:
 
 def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
     """Parse and check a body. Raises BadField."""
-    return checked(endpoint, parse(content), len(content))
+    return check(endpoint, parse(content), len(content))
 
 
 def parse(content: bytes | bytearray) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def parse(content: bytes | bytearray) -> dict[str, Any]:
     return body
 
 
-def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> ChatRequest:
+def check(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> ChatRequest:
     """Check a parsed body. Raises BadField."""
     body = {
         field: value
@@ -132,7 +132,7 @@ def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Ch
             raise BadField(
                 f"{field} is not supported; supported are {allowed}"
                 if moot is None
-                else f"{field} is {quoted(value)}; supported is {' or '.join(map(json.dumps, moot))}",
+                else f"{field} is {quote(value)}; supported is {' or '.join(map(json.dumps, moot))}",
                 field,
             )
         if (problem := unstorable(value)) is not None:
@@ -143,19 +143,19 @@ def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Ch
     model = body.get("model")
     if not isinstance(model, str) or len(model) > MAX_NAME:
         raise BadField("model is missing: the name of a base model, a tinker:// path, or both as base;path", "model")
-    n = _checked(body, "n", 1, lambda n: isinstance(n, int) and 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
-    _checked(body, "temperature", 1, _is_temperature, f"0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
-    streamed = _checked(body, "stream", False, lambda value: isinstance(value, bool), "true or false")
+    n = _get_field(body, "n", 1, lambda n: isinstance(n, int) and 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
+    _get_field(body, "temperature", 1, _is_temperature, f"0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
+    streamed = _get_field(body, "stream", False, lambda value: isinstance(value, bool), "true or false")
     prompts = _num_prompts(body.get("prompt"))
     if prompts * n > MAX_CHOICES:
         raise BadField(f"{prompts} prompts with n {n}; {MAX_CHOICES} sequences are allowed in one request", "prompt")
     return ChatRequest(endpoint, model, streamed, prompts * n, body, size_bytes)
 
 
-def _checked(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:
+def _get_field(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:
     value = default if body.get(field) is None else body[field]
     if not is_good(value):
-        raise BadField(f"{field} is {quoted(value)}; it must be {allowed}", field)
+        raise BadField(f"{field} is {quote(value)}; it must be {allowed}", field)
     return value
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinker_server.chat.bounds import quoted, require_echoed
+from tinker_server.chat.bounds import quote, require_echoed
 from tinker_server.chat.fields import RESPONSES, require_known
 from tinker_server.chat.messages import text_of
 from tinker_server.errors import BadField
@@ -40,7 +40,7 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if name in WITHOUT_EFFECT and value not in WITHOUT_EFFECT[name]:
             allowed = " or ".join(map(json.dumps, WITHOUT_EFFECT[name]))
-            raise BadField(f"{name} is {quoted(value)}; supported is {allowed}", name)
+            raise BadField(f"{name} is {quote(value)}; supported is {allowed}", name)
         if name not in (*FIELDS, *WITHOUT_EFFECT, *LABELS):
             raise BadField(f"{name} is not supported; supported are {', '.join(sorted(FIELDS))}", name)
     require_known(body, RESPONSES)
@@ -129,7 +129,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     text = _object(value, "text")
     _require_known(text, ("format", "verbosity"), "text")
     if text.get("verbosity") not in (None, "medium"):
-        raise BadField(f"text.verbosity is {quoted(text['verbosity'])}; supported is medium", "text")
+        raise BadField(f"text.verbosity is {quote(text['verbosity'])}; supported is medium", "text")
     form = _object(text.get("format") or {"type": "text"}, "text.format")
     kind = _one_of(form.get("type"), ("text", "json_object", "json_schema"), "text.format.type")
     if kind != "json_schema":
@@ -150,7 +150,7 @@ def _require_known(value: dict[str, Any], allowed: tuple[str, ...], where: str) 
     for name in value:
         if name not in allowed:
             raise BadField(
-                f"{where}.{quoted(name)} is not supported; supported are {', '.join(allowed)}", where.partition(".")[0]
+                f"{where}.{quote(name)} is not supported; supported are {', '.join(allowed)}", where.partition(".")[0]
             )
 
 
@@ -168,7 +168,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _one_of(value: Any, allowed: Any, where: str) -> str:
     if not isinstance(value, str) or value not in allowed:
-        raise BadField(f"{where} is {quoted(value)}; supported are {', '.join(allowed)}", where.partition(".")[0])
+        raise BadField(f"{where} is {quote(value)}; supported are {', '.join(allowed)}", where.partition(".")[0])
     return value
 
 
@@ -191,7 +191,7 @@ class Translation:
             self._output.append(_message(message["content"], "completed"))
         for call in message.get("tool_calls") or ():
             self._output.append(_call(call["id"], call["function"]["name"], call["function"]["arguments"], "completed"))
-        return json.dumps(self._ended(chat["choices"][0]["finish_reason"], chat.get("usage")))
+        return json.dumps(self._end_response(chat["choices"][0]["finish_reason"], chat.get("usage")))
 
     async def events(self, parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Yield the response's events for those of a chat completion."""
@@ -207,12 +207,12 @@ class Translation:
                         for event in self._text(text):
                             yield event
                     for call in delta.get("tool_calls") or ():
-                        for event in self._called(call, is_new=call["index"] != call_index):
+                        for event in self._add_call(call, is_new=call["index"] != call_index):
                             yield event
                         call_index = call["index"]
         for event in self._item_done():
             yield event
-        response = self._ended(ended, usage)
+        response = self._end_response(ended, usage)
         yield self._event(f"response.{response['status']}", response=response)
 
     def _text(self, text: str) -> Iterator[str]:
@@ -225,7 +225,7 @@ class Translation:
         self._output[-1]["content"][0]["text"] += text
         yield self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
-    def _called(self, call: dict[str, Any], *, is_new: bool) -> Iterator[str]:
+    def _add_call(self, call: dict[str, Any], *, is_new: bool) -> Iterator[str]:
         function = call.get("function") or {}
         if is_new:
             yield from self._item_done()
@@ -261,7 +261,7 @@ class Translation:
         self._num_events += 1
         return f"event: {kind}\ndata: {data}\n\n"
 
-    def _ended(self, reason: str | None, usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _end_response(self, reason: str | None, usage: dict[str, Any] | None) -> dict[str, Any]:
         is_cut = reason == "length"
         ended = self._response("incomplete" if is_cut else "completed")
         counted = usage or {}

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tinker_server.commands.status import GIB, connected
+from tinker_server.commands.status import GIB, connect
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed
 
@@ -65,7 +65,7 @@ def runs_table(found: dict[str, Any]) -> Table:
 
 def _ask(arguments: argparse.Namespace, method: str, path: str, **values: str | int) -> Any:
     url = f"{arguments.url.rstrip('/')}/api/v1{path}"
-    with connected(arguments.url, arguments.key, _WAIT_S) as client:
+    with connect(arguments.url, arguments.key, _WAIT_S) as client:
         answer = client.get(url, params=values) if method == "GET" else client.request(method, url, json=values)
     if answer.status_code >= 300:
         raise StartFailed(f"{url} answers {answer.status_code}: {answer.text[:300]}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sqlalchemy import URL
 
-from backends.files import flush, written_aside
+from backends.files import flush, write_aside
 from tinker_server.commands import databases
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
@@ -31,17 +31,17 @@ TRIES = 5
 KEPT_FILES = ("keys", "link-secret", "token-secret")
 """Further files of the data directory that are copied."""
 _ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")
-"""Name that `written_aside` gives a directory until it is complete."""
+"""Name that `write_aside` gives a directory until it is complete."""
 
 
 async def back_up(settings: Settings, target: Path) -> str:
     """Write a backup, which appears whole or not at all, and describe it in words. Raises StartFailed."""
-    data_dir, url = settings.data_dir.resolve(), settings.resolved_database_url()
+    data_dir, url = settings.data_dir.resolve(), settings.resolve_database_url()
     _require_places(data_dir, target)
     kind = databases.kind_of(url)
     try:
         await asyncio.to_thread(_remove_left, target.parent)
-        with written_aside(target) as aside, _begun(aside):
+        with write_aside(target) as aside, _begin(aside):
             directories = await _consistent(data_dir, url, aside, databases.FILES[kind])
             for name in KEPT_FILES:
                 if (data_dir / name).is_file():
@@ -59,10 +59,10 @@ async def back_up(settings: Settings, target: Path) -> str:
 
 
 @contextlib.contextmanager
-def _begun(aside: Path) -> Iterator[None]:
+def _begin(aside: Path) -> Iterator[None]:
     """Create the directory and lock it while it is written. An unlocked one was left by a killed backup."""
     aside.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _opened(aside) as handle:
+    with _open_directory(aside) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         (aside / ABOUT).write_text("{}")
         yield
@@ -73,13 +73,13 @@ def _remove_left(parent: Path) -> None:
     for left in parent.glob(".*") if parent.is_dir() else ():
         if _ASIDE.fullmatch(left.name) is None or left.is_symlink() or not (left / ABOUT).is_file():
             continue
-        with contextlib.suppress(OSError), _opened(left) as handle:  # a live writer holds the lock
+        with contextlib.suppress(OSError), _open_directory(left) as handle:  # a live writer holds the lock
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left)
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
+def _open_directory(directory: Path) -> Iterator[int]:
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield handle
@@ -122,7 +122,7 @@ def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
         if (target / directory).exists():
             continue
         try:
-            with written_aside(target / directory) as aside:
+            with write_aside(target / directory) as aside:
                 shutil.copytree(source / directory, aside, copy_function=link)
         except (FileNotFoundError, shutil.Error):
             continue
@@ -131,7 +131,7 @@ def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
 async def restore(settings: Settings, source: Path) -> str:
     """Copy a backup into an empty data directory and an empty database. Raises StartFailed."""
     about = _about(source)
-    data_dir, url = settings.data_dir.resolve(), settings.resolved_database_url()
+    data_dir, url = settings.data_dir.resolve(), settings.resolve_database_url()
     kind = databases.kind_of(url)
     if about["database"] != kind:
         raise StartFailed(f"the backup is of a {about['database']} database, and this one is {kind}")

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from backends.files import written_aside
+from backends.files import write_aside
 from tinker_server.errors import StartFailed
 
 FILES = {"sqlite": "tinker-server.db", "postgresql": "database.dump"}
@@ -58,7 +58,7 @@ async def restore(database_url: str | URL, source: Path) -> None:
 
 def _place(source: Path, path: Path) -> None:
     """Copy a file, which is there whole or not at all: a server would begin with a part of a database."""
-    with written_aside(path) as aside:
+    with write_aside(path) as aside:
         shutil.copy2(source, aside)
 
 

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import signal
 
-from tinker_server.command_line import checked_models, split_model
+from tinker_server.command_line import resolve_models, split_model
 from tinker_server.embedded import DIRECTORIES
 
 
@@ -24,5 +24,5 @@ async def belong(arguments: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     fetched = {name: None for name in arguments.model if "=" not in name and name not in DIRECTORIES}
     given = dict(split_model(name) for name in arguments.model if name not in fetched)
-    models = fetched | checked_models(given)
+    models = fetched | resolve_models(given)
     await join(await until_answered(lambda: offer_of(name, address, token_file, arguments.data_dir, models)))

@@ -16,11 +16,11 @@ CONNECT_S = 5.0
 
 async def advise(settings: Settings) -> str:
     """Return the line that an operator must read if there are runs that no key opens; else an empty text."""
-    path = settings.resolved_keys_file()
+    path = settings.resolve_keys_file()
     if any(key.name == keys.LOCAL for key in keys.read(path).values()):
         return ""
     try:
-        count = await _count_runs(settings.resolved_database_url())
+        count = await _count_runs(settings.resolve_database_url())
     except (SQLAlchemyError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return f"runs that were made without a key could not be counted: the database cannot be read: {reason}\n"

@@ -25,7 +25,7 @@ Gauges = dict[str, dict[tuple[str, ...], float]]
 
 
 @contextmanager
-def connected(url: str, key: str, wait_s: float) -> Iterator[httpx.Client]:
+def connect(url: str, key: str, wait_s: float) -> Iterator[httpx.Client]:
     """Yield a client of a running server. Raises StartFailed if the key cannot be one, or no server answers."""
     if not key.isascii() or not key.isprintable():
         raise StartFailed("the API key has characters that no key has")
@@ -48,7 +48,7 @@ class Status:
     @classmethod
     def fetch(cls, url: str, key: str) -> "Status":
         """Ask a server. Raises StartFailed if none answers, or it refuses the key, or that is none."""
-        with connected(url, key, _WAIT_S) as client:
+        with connect(url, key, _WAIT_S) as client:
             runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
             text = _get(client, "/metrics").text
         families = text_string_to_metric_families(text)

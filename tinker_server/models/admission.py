@@ -38,7 +38,7 @@ class Budget:
             del self._in_flight[owner]
 
     @contextmanager
-    def counted(self, owner: str, *amounts: int) -> Iterator[None]:
+    def count(self, owner: str, *amounts: int) -> Iterator[None]:
         """Count these amounts while the block runs. Raises Busy."""
         self.enter(owner, *amounts)
         try:

@@ -52,7 +52,7 @@ class LeftOperations:
             )
         try:
             note = partial(self._note, operation.request_id, operation.tries + 1)
-            async with self._isolation.admitted(suspect, note):
+            async with self._isolation.admit(suspect, note):
                 yield
         finally:
             self.release(operation.request_id)

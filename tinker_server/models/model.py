@@ -141,7 +141,7 @@ class Model:
         """True while a snapshot is being written or recorded."""
         return self._writing is not None and not self._writing.done()
 
-    async def loaded(self) -> tuple[TrainingRun, Trainer, LoadedModel]:
+    async def ensure_loaded(self) -> tuple[TrainingRun, Trainer, LoadedModel]:
         """Return the run, its trainer, and the trainer's handle. A model that is not in memory is restored.
 
         Raises UnknownModel, LostModel, UnknownBaseModel; ModelLost where the trainer has ended since, and the model
@@ -282,7 +282,7 @@ class Model:
         log_changed_numerics(run, base.info.numerics)
         self._is_whole, self.is_being_restored = False, True  # half a model is none
         try:
-            run = await self._settled()
+            run = await self._settle_run()
             while True:
                 self.log = Log()
                 try:
@@ -291,7 +291,7 @@ class Model:
                         await self._stores.replay.run_again(trainer, self.handle, self._after_replayed)
                     break
                 except (ModelLost, ProcessDied) as error:
-                    tried, run = run.snapshot, await self._settled()
+                    tried, run = run.snapshot, await self._settle_run()
                     if run.snapshot == tried:
                         raise ModelLost(f"the trainer ended while it restored {self.id}") from error
             if run.status != "active":
@@ -301,7 +301,7 @@ class Model:
         finally:
             self.is_being_restored = False
 
-    async def _settled(self) -> TrainingRun:
+    async def _settle_run(self) -> TrainingRun:
         await self.settle()
         return await self._find()
 

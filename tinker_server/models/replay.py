@@ -60,7 +60,7 @@ class LogReplay:
         """Run the operations of the log on the model as `load` left it. Raises LostModel where that is impossible, and
         whatever the trainer raises."""
         count = 0
-        async for entry in self._futures.logged(model.model_id):
+        async for entry in self._futures.read_log(model.model_id):
             began = time.monotonic()
             size_bytes = await self._run_entry(entry, trainer, model)
             await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began))

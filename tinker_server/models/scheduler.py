@@ -131,7 +131,7 @@ class Scheduler:
     async def _restore_lost_with(self, trainer: Trainer) -> None:
         seen, retries = 0, dict[str, Retries]()
         while True:
-            seen = await trainer.restarted(seen)
+            seen = await trainer.wait_for_restart(seen)
             lost = [model_id for model_id, actor in self._actors.items() if actor.model.is_lost_with(trainer)]
             retries = {model_id: Retries(losses=RESTORATIONS) for model_id in lost} | retries
             for model_id in list(retries):

@@ -59,7 +59,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+    def note_answer(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request whose answer has begun."""
         self._requests.labels(method, route, status).inc()
         self._request_s.labels(route).observe(seconds)

@@ -29,7 +29,7 @@ _LAST_LINES_S = 2.0
 
 
 @contextlib.contextmanager
-def shown() -> Iterator["Bars | Lines"]:
+def show() -> Iterator["Bars | Lines"]:
     """Show the progress that the result's `on_loading` gets on standard error within the block."""
     terminal = sys.stderr
     if terminal.isatty() and not Console(file=terminal).is_dumb_terminal:

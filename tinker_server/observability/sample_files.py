@@ -38,7 +38,7 @@ class SampleFiles:
         kept, left_bytes, held = set[str](), self._max_bytes, Counter[str]()
         for shown in samples:
             name = f"{shown.sample_id}.json"
-            content = None if name in sizes else _encoded(shown)
+            content = None if name in sizes else _encode(shown)
             size_bytes = sizes[name] if content is None else len(content)
             left_bytes -= size_bytes
             if left_bytes < 0:
@@ -57,7 +57,7 @@ class SampleFiles:
         for path in self._folder.glob("*.json") if self._folder.is_dir() else ():
             try:
                 content = path.read_bytes()
-                found.append(_decoded(content))
+                found.append(_decode(content))
                 self._held[found[-1].owner] += len(content)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the sample in %s cannot be read: %s", path.name, error)
@@ -67,7 +67,7 @@ class SampleFiles:
 _PLAIN = ("owner", "sampler_id", "of", "num_samples", "size_bytes", "at", "sample_id")
 
 
-def _encoded(shown: Shown) -> bytes:
+def _encode(shown: Shown) -> bytes:
     fields: dict[str, Any] = {name: getattr(shown, name) for name in _PLAIN}
     fields["prompt"] = shown.prompt.model_dump(mode="json")
     fields["params"] = shown.params.model_dump(mode="json")
@@ -82,7 +82,7 @@ def _encoded(shown: Shown) -> bytes:
     return json.dumps(fields).encode()
 
 
-def _decoded(content: bytes) -> Shown:
+def _decode(content: bytes) -> Shown:
     fields: dict[str, Any] = json.loads(content)
     sequences = [
         SampledSequence(

@@ -131,7 +131,7 @@ class Housekeeper:
         stores.sessions.forget_ended()
         stores.runs.forget_ended()
         await self._scheduler.forget_gone()
-        for run in await stores.runs.suspended_since_before(now - SNAPSHOT_KEPT_S):
+        for run in await stores.runs.find_suspended(now - SNAPSHOT_KEPT_S):
             if self._scheduler.is_idle(run.model_id, 0):
                 await self._drop(run, "its client did not come back")
 

@@ -36,7 +36,7 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
         response = await base.sampler.sample(
             SamplingTask.from_request(request, weights, owner, work.operation.request_id)
         )
-    length = _known_length(request.prompt)
+    length = _count_tokens(request.prompt)
     if length is None:
         length = (await off_loop(owner, LARGE, base.check_sample, request)).num_tokens
     # Prompt tokens count once, however many continuations were sampled, and an image as what it expands to.
@@ -46,7 +46,7 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
     return response
 
 
-def _known_length(prompt: ModelInput) -> int | None:
+def _count_tokens(prompt: ModelInput) -> int | None:
     """Return the tokens of a prompt; None where an image's client did not say how many it expects."""
     length = 0
     for chunk in prompt.chunks:

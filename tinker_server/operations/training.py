@@ -41,7 +41,7 @@ async def forward_backward(_stores: WeightStores, model: Model, work: Work[None]
     operation = work.operation
     assert operation.body is not None, "the body has been read"
     batch = EncodedBatch(operation.body, operation.content_type)  # the ranks decode it for themselves
-    _, trainer, loaded = await model.loaded()
+    _, trainer, loaded = await model.ensure_loaded()
     output = await trainer.forward_backward(loaded, batch, backward=operation.operation_kind == "forward_backward")
     # Every position of every datum; images as many as they are expanded to.
     work.used["training"] = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
@@ -51,7 +51,7 @@ async def forward_backward(_stores: WeightStores, model: Model, work: Work[None]
 async def optim_step(_stores: WeightStores, model: Model, work: Work[OptimStepRequest]) -> OptimStepResponse:
     """Apply the gradient, then clear it. A gradient that is incomplete is only cleared."""
     request = work.request
-    _, trainer, loaded = await model.loaded()
+    _, trainer, loaded = await model.ensure_loaded()
     if work.missing or request.optimizer_params is not None:
         await trainer.mark_incomplete(loaded)
     if request.optimizer_params is not None:
@@ -93,7 +93,7 @@ async def load_weights(stores: WeightStores, model: Model, work: Work[LoadWeight
     stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
     directory = stores.storage.path(loadable_directory(checkpoint, stores.storage))
     if request.model_id is not None:
-        run, trainer, loaded = await model.loaded()
+        run, trainer, loaded = await model.ensure_loaded()
         if run.base_model != checkpoint.base_model:
             raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {run.base_model}")
         await trainer.load_state(loaded, directory, with_optimizer=request.optimizer)

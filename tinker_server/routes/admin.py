@@ -49,8 +49,8 @@ from tinker_server.web.deps import (
     SignedLinks,
 )
 from tinker_server.web.parameters import ProjectInQuery, SessionIdInPath
-from tinker_server.web.refusals import refused
-from tinker_server.web.streaming import entries, joined, streamed
+from tinker_server.web.refusals import describe
+from tinker_server.web.streaming import entries, join_pages, stream
 
 router = APIRouter()
 GIGABYTE = 10**9
@@ -76,10 +76,10 @@ async def get_audit(
     start = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
     pages = server.audit.of_day(caller, start, PREFIXES[event_type])
     found = entries(pages, _audit_info, caller)
-    return await streamed(_whole(b'{"entries":[', found, b"]}"))
+    return await stream(_whole(b'{"entries":[', found, b"]}"))
 
 
-@router.get("/billing/usage/events", response_model=UsageResponse, responses=refused(BadRequest))
+@router.get("/billing/usage/events", response_model=UsageResponse, responses=describe(BadRequest))
 async def get_usage(
     starting_on: Annotated[datetime, Query(description="Start of the interval; UTC if it has no zone.")],
     ending_before: Annotated[datetime, Query(description="End of the interval; UTC if it has no zone.")],
@@ -90,7 +90,7 @@ async def get_usage(
     start, end = _utc(starting_on), _utc(ending_before)
     if end <= start:
         raise BadRequest("ending_before is not after starting_on")
-    return await streamed(_usage(server, caller, start.timestamp(), end.timestamp()))
+    return await stream(_usage(server, caller, start.timestamp(), end.timestamp()))
 
 
 async def _whole(head: bytes, parts: AsyncIterator[bytes], tail: bytes) -> AsyncIterator[bytes]:
@@ -136,7 +136,7 @@ async def _usage(server: Services, owner: str, start: float, end: float) -> Asyn
     async for part in _whole(b'{"data":[', entries(pages(), event, owner), b'],"sessions":{'):
         yield part
     of_sessions = server.usage.metadata(owner, list(session_ids))
-    async for part in joined(of_sessions, _sessions, owner):
+    async for part in join_pages(of_sessions, _sessions, owner):
         yield part
     yield b"}}"
 
@@ -165,7 +165,7 @@ async def get_storage(catalog: CatalogDep, caller: Caller, project_id: ProjectIn
     )
 
 
-@router.get("/sessions/{session_id}/trace_export", responses=refused(UnknownSession))
+@router.get("/sessions/{session_id}/trace_export", responses=describe(UnknownSession))
 async def export_trace(
     session_id: SessionIdInPath, sessions: Sessions, links: SignedLinks, url: ServerUrl, caller: Caller
 ) -> TraceExportResponse:
@@ -190,7 +190,7 @@ async def get_api_key(caller: Caller, server: Server) -> ApiKeyResponse:
     return ApiKeyResponse(key_id=0, name=caller, note=note, details=details)
 
 
-@router.delete("/auth/apikey/me", status_code=204, responses=refused(KeysReadOnly))
+@router.delete("/auth/apikey/me", status_code=204, responses=describe(KeysReadOnly))
 async def delete_api_key(key: KnownKey, server: Server) -> Response:
     """Revoke the key of this request. Its data stay with the other keys of its name."""
     try:

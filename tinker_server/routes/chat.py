@@ -13,9 +13,9 @@ from fastapi.responses import StreamingResponse
 from api_schemas.wire import JSON
 from backends import tasks
 from backends.protocol import ChatEndpoint, InvalidInput
-from tinker_server.chat.requests import ChatRequest, checked, parse, read, receive
+from tinker_server.chat.requests import ChatRequest, check, parse, read, receive
 from tinker_server.chat.responses import Translation, to_chat
-from tinker_server.errors import BadRequest, TinkerServerError, shortened
+from tinker_server.errors import BadRequest, TinkerServerError, shorten
 from tinker_server.offload import off_loop
 from tinker_server.store.catalog import Page, Scope
 from tinker_server.web import vendors
@@ -90,7 +90,7 @@ async def respond(http: Request, server: Server) -> Response:
     """Answer OpenAI's Responses by a chat completion."""
     server.scheduler.require_open()
     content = await receive(http.stream())
-    body, request = await off_loop(http.state.owner, len(content), _translated, content)
+    body, request = await off_loop(http.state.owner, len(content), _translate, content)
     translation = Translation(body)
     parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
     first = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
@@ -98,17 +98,17 @@ async def respond(http: Request, server: Server) -> Response:
         return Response(status_code=CLIENT_GONE)
     if not request.streamed:
         return Response(translation.whole(first), media_type=JSON)
-    events = translation.events(_joined(first, parts))
+    events = translation.events(_chain(first, parts))
     head = await _first(events)
     return StreamingResponse(_events("openai", head, events), media_type="text/event-stream", headers=_HEADERS)
 
 
-def _translated(content: bytearray) -> tuple[dict[str, object], ChatRequest]:
+def _translate(content: bytearray) -> tuple[dict[str, object], ChatRequest]:
     body = parse(content)
-    return body, checked("chat_completions", to_chat(body), len(content))
+    return body, check("chat_completions", to_chat(body), len(content))
 
 
-async def _joined(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def _chain(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     async with aclosing(rest):
         yield first
         async for part in rest:
@@ -135,7 +135,7 @@ async def _events(
                 yield part
         except (InvalidInput, TinkerServerError) as error:
             status = error.status if isinstance(error, TinkerServerError) else BadRequest.status
-            data = json.dumps(vendors.error_body(vendor, status, error, shortened(str(error))))
+            data = json.dumps(vendors.error_body(vendor, status, error, shorten(str(error))))
             yield f"event: error\ndata: {data}\n\n" if vendor == "anthropic" else f"data: {data}\n\n"
 
 

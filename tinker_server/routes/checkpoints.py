@@ -28,7 +28,7 @@ from api_schemas.checkpoints import (
     WeightsInfoResponse,
 )
 from api_schemas.listing import Cursor, from_unix
-from api_schemas.old_clients.versions import shown_kinds, takes_upload_headers
+from api_schemas.old_clients.versions import takes_upload_headers, visible_kinds
 from api_schemas.weights import Kind, TinkerPath, check_name
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import (
@@ -59,12 +59,12 @@ from tinker_server.web.deps import (
     StorageDep,
 )
 from tinker_server.web.parameters import IdempotencyKey, LongPage, RunIdInPath
-from tinker_server.web.refusals import Described, refused
+from tinker_server.web.refusals import Described, describe
 from tinker_server.weights.saving import check_ttl
 
 router = APIRouter()
 ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-OF_WEIGHTS = refused(BadRequest, UnknownCheckpoint, Busy)
+OF_WEIGHTS = describe(BadRequest, UnknownCheckpoint, Busy)
 MOVED: Described = {302: {"description": "`Location` is a link to the tar.gz, valid for an hour."}}
 
 
@@ -91,7 +91,7 @@ SdkVersion = Annotated[
 
 
 async def _kinds(sdk_version: SdkVersion = None) -> list[Kind]:
-    return shown_kinds(sdk_version)
+    return visible_kinds(sdk_version)
 
 
 CheckpointPath = Annotated[TinkerPath, Depends(_path)]
@@ -102,10 +102,10 @@ ShownKinds = Annotated[list[Kind], Depends(_kinds)]
 async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: CatalogDep) -> CheckpointsResponse:
     """List the saved weights of all runs, newest first."""
     rows, total = await catalog.checkpoints(page, kinds, time.time())
-    return _listed(rows, page, total)
+    return _make_page(rows, page, total)
 
 
-@router.post("/checkpoints/search", response_model_exclude_none=True, responses=refused(BadRequest))
+@router.post("/checkpoints/search", response_model_exclude_none=True, responses=describe(BadRequest))
 async def search_checkpoints(
     request: SearchCheckpointsRequest, checkpoints: Checkpoints, caller: Caller
 ) -> SearchCheckpointsResponse:
@@ -123,14 +123,14 @@ async def search_checkpoints(
     return SearchCheckpointsResponse(checkpoints=[checkpoint_info(row) for row in shown], next_cursor=next_cursor)
 
 
-@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True, responses=refused(UnknownModel))
+@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True, responses=describe(UnknownModel))
 async def list_checkpoints_of_run(
     run_id: RunIdInPath, page: LongPage, kinds: ShownKinds, catalog: CatalogDep
 ) -> CheckpointsResponse:
     """List a training run's saved weights, newest first."""
     await catalog.run(run_id, page.scope, time.time())
     rows, total = await catalog.checkpoints(page, kinds, time.time(), run_id)
-    return _listed(rows, page, total)
+    return _make_page(rows, page, total)
 
 
 @router.post(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
@@ -220,7 +220,7 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, ca
 
 @router.post(
     "/copy_weights",
-    responses=refused(BadRequest, UnknownCheckpoint, ModelIdTaken, UnknownSession, SessionFinished, Busy),
+    responses=describe(BadRequest, UnknownCheckpoint, ModelIdTaken, UnknownSession, SessionFinished, Busy),
 )
 async def copy_weights(
     request: CopyWeightsRequest,
@@ -239,7 +239,7 @@ async def copy_weights(
     return CopyWeightsResponse(tinker_path=str(path))
 
 
-@router.post("/external_weights_upload_start", responses=refused(BadRequest, LimitReached, UnknownBaseModel))
+@router.post("/external_weights_upload_start", responses=describe(BadRequest, LimitReached, UnknownBaseModel))
 async def external_weights_upload_start(  # noqa: PLR0913 - three are headers
     request: UploadStartRequest,
     server: Server,
@@ -262,7 +262,7 @@ async def external_weights_upload_start(  # noqa: PLR0913 - three are headers
 
 @router.post(
     "/external_weights_upload_finish",
-    responses=refused(BadRequest, LimitReached, UnknownBaseModel, UnknownUpload, UploadFailed, Busy),
+    responses=describe(BadRequest, LimitReached, UnknownBaseModel, UnknownUpload, UploadFailed, Busy),
 )
 async def external_weights_upload_finish(
     request: UploadFinishRequest, server: Server, caller: Caller
@@ -293,7 +293,7 @@ def checkpoint_info(row: Checkpoint) -> CheckpointInfo:
     )
 
 
-def _listed(rows: list[Checkpoint], page: Page, total: int) -> CheckpointsResponse:
+def _make_page(rows: list[Checkpoint], page: Page, total: int) -> CheckpointsResponse:
     cursor = Cursor(offset=page.offset, limit=page.limit, total_count=total)
     return CheckpointsResponse(checkpoints=[checkpoint_info(row) for row in rows], cursor=cursor)
 

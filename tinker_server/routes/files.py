@@ -28,7 +28,7 @@ from tinker_server.store.catalog import OperationRecord
 from tinker_server.store.records import Session
 from tinker_server.web.deps import ArchivesDep, CatalogDep, Runs, Sessions, StorageDep, UploadsDep
 from tinker_server.web.parameters import FollowedLink, SessionIdInPath
-from tinker_server.web.refusals import BINARY, DOWNLOAD, Described, refused
+from tinker_server.web.refusals import BINARY, DOWNLOAD, Described, describe
 
 router = APIRouter()
 H = TypeVar("H", bound=Callable[..., Any])
@@ -46,7 +46,7 @@ def _download(path: str, *refusals: type[TinkerServerError]) -> Callable[[H], H]
 
     def add(handler: H) -> H:
         for method in ("GET", "HEAD"):
-            described = DOWNLOAD | refused(LinkRefused, UnknownCheckpoint, *refusals)
+            described = DOWNLOAD | describe(LinkRefused, UnknownCheckpoint, *refusals)
             router.add_api_route(path, handler, methods=[method], response_class=FileResponse, responses=described)
         return handler
 
@@ -82,7 +82,7 @@ async def get_archive(
 
 @router.put(
     "/uploads/{upload_id}/{name}",
-    responses=refused(BadRequest, LinkRefused, UnknownUpload, BodyTooLarge, DiskFull),
+    responses=describe(BadRequest, LinkRefused, UnknownUpload, BodyTooLarge, DiskFull),
     openapi_extra=UPLOADED,
 )
 async def put_file(
@@ -103,7 +103,7 @@ async def put_file(
     return UploadedFileResponse(size_bytes=size_bytes)
 
 
-@router.get("/traces/{session_id}", responses=TRACE | refused(LinkRefused, UnknownSession))
+@router.get("/traces/{session_id}", responses=TRACE | describe(LinkRefused, UnknownSession))
 async def get_trace(
     session_id: SessionIdInPath, link: FollowedLink, sessions: Sessions, catalog: CatalogDep
 ) -> Response:

@@ -34,7 +34,7 @@ from tinker_server.operations.table import OPERATIONS
 from tinker_server.store.futures.notifications import Target
 from tinker_server.store.futures.records import Result
 from tinker_server.web.deps import AppSettings, Caller, Futures, KnownKey, Samplers, SchedulerDep, Server
-from tinker_server.web.refusals import BINARY, Described, refused
+from tinker_server.web.refusals import BINARY, Described, describe
 
 router = APIRouter()
 LARGE_RESULT_BYTES = 1 << 20
@@ -76,7 +76,7 @@ async def _until_sent() -> AsyncIterator[AsyncExitStack]:
 UntilSent = Annotated[AsyncExitStack, Depends(_until_sent)]
 
 
-@router.post("/retrieve_future", responses=RESULT | PENDING | refused(UnknownFuture, ResultExpired))
+@router.post("/retrieve_future", responses=RESULT | PENDING | describe(UnknownFuture, ResultExpired))
 async def retrieve_future(
     poll: RetrieveFutureRequest,
     server: Server,
@@ -85,7 +85,7 @@ async def retrieve_future(
     accept: Annotated[str, Header(description=ACCEPT)] = "",
 ) -> Response:
     """Return the stored bytes as soon as they exist; 408 after a while without them, and the client asks again."""
-    request_id = _checked(poll.request_id)
+    request_id = _require_id(poll.request_id)
     if key.scope == "sample":
         await server.futures.require_sample(request_id)
 
@@ -111,7 +111,7 @@ async def retrieve_future(
     return answer
 
 
-@router.post("/retrieve_futures", response_model_exclude_none=True, responses=refused(UnknownSampler))
+@router.post("/retrieve_futures", response_model_exclude_none=True, responses=describe(UnknownSampler))
 async def retrieve_futures(
     poll: RetrieveFuturesRequest, futures: Futures, samplers: Samplers, settings: AppSettings, caller: Caller
 ) -> RetrieveFuturesResponse:
@@ -138,12 +138,12 @@ async def retrieve_futures(
     )
 
 
-@router.post("/cancel_future", status_code=204, responses=refused(UnknownFuture, BadRequest))
+@router.post("/cancel_future", status_code=204, responses=describe(UnknownFuture, BadRequest))
 async def cancel_future(
     request: CancelFutureRequest, futures: Futures, scheduler: SchedulerDep, caller: Caller
 ) -> Response:
     """Cancel a sample that waits or runs. One that has ended, or was cancelled before, is unchanged."""
-    request_id = _checked(request.request_id)
+    request_id = _require_id(request.request_id)
     if not scheduler.samples.cancel(request_id, caller):
         await futures.require_finished_sample(request_id, caller)
     return Response(status_code=204)
@@ -163,7 +163,7 @@ def _answer(result: Result, is_protobuf: bool, owner: str) -> Response:
     )
 
 
-def _checked(request_id: str) -> str:
+def _require_id(request_id: str) -> str:
     if _REQUEST_ID.fullmatch(request_id) is None:
         raise UnknownFuture(f"no operation has the request_id {request_id[:64]!r}")
     return request_id

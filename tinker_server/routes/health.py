@@ -11,7 +11,7 @@ from api_schemas.service import HealthResponse
 from tinker_server.errors import DiskFull, StillStarting
 from tinker_server.release import release
 from tinker_server.web.deps import AppSettings
-from tinker_server.web.refusals import refused
+from tinker_server.web.refusals import describe
 
 router, for_operators = APIRouter(), APIRouter(include_in_schema=False)
 MIN_FREE_BYTES = 64 << 20
@@ -20,7 +20,7 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="health")
 """The check has its own thread: the shared ones may all be decoding, and a late answer gets the server restarted."""
 
 
-@router.get("/healthz", responses=refused(DiskFull, StillStarting))
+@router.get("/healthz", responses=describe(DiskFull, StillStarting))
 async def healthz(settings: AppSettings) -> HealthResponse:
     """Answer 200 if the server is ready and has room to store requests."""
     await asyncio.get_running_loop().run_in_executor(_THREAD, require_room, settings.data_dir)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from tinker_server.errors import DatabaseUnavailable
-from tinker_server.routes.metrics_collect import engine_uses, loaded
+from tinker_server.routes.metrics_collect import distinct, engine_uses
 from tinker_server.store.machine_history import Measure
 from tinker_server.web.deps import Services
 
@@ -52,7 +52,7 @@ def means(readings: Sequence[Mapping[Measure, float]]) -> dict[Measure, float]:
 
 async def _read(server: Services) -> dict[Measure, float]:
     found: dict[Measure, float] = {("operations", ""): float(len(list(server.scheduler.in_flight())))}
-    for name, use in (await engine_uses(loaded(dict(server.models.served)))).items():
+    for name, use in (await engine_uses(distinct(dict(server.models.served)))).items():
         found["sequences", name] = use.sequences_running
         if use.batch is not None:
             found["kv_cache_used", name] = use.batch.cache_used

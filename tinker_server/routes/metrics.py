@@ -9,7 +9,7 @@ from tinker_server.errors import ScopeRefused
 from tinker_server.offload import LARGE, off_loop
 from tinker_server.routes.metrics_collect import Reading, read
 from tinker_server.web.deps import AppSettings, Server, Services
-from tinker_server.web.gate import known
+from tinker_server.web.gate import find_key
 
 router = APIRouter()
 _BEARER = "bearer "
@@ -30,7 +30,7 @@ def require_key(http: Request, server: Services) -> str:
     ScopeRefused."""
     given = http.headers.get("authorization", "")
     bearer = given[len(_BEARER) :] if given.lower().startswith(_BEARER) else None
-    key = known(http.headers.get("x-api-key") or bearer, server.keys, server.tokens)
+    key = find_key(http.headers.get("x-api-key") or bearer, server.keys, server.tokens)
     if key.scope == "sample":
         raise ScopeRefused(f"the API key {key.id} of {key.name} has the scope sample, which does not include /metrics")
     return key.name

@@ -33,7 +33,7 @@ class Reading:
         yield from self.read
 
 
-def loaded(served: dict[str, BaseModel]) -> dict[str, BaseModel]:
+def distinct(served: dict[str, BaseModel]) -> dict[str, BaseModel]:
     """Return each base model once, under one of its names: some names share trainer and sampler."""
     return {name: base for name, base in {id(base.trainer): (name, base) for name, base in served.items()}.values()}
 
@@ -46,7 +46,7 @@ async def engine_uses(models: Mapping[str, BaseModel]) -> dict[str, EngineUse]:
 
 async def read(server: Services, owner: str) -> Reading:
     """Read the current values for an owner."""
-    models = loaded(dict(server.models.served))
+    models = distinct(dict(server.models.served))
     engines = await engine_uses(models)
     gpus = await off_loop(owner, LARGE, server.backend.gpus)
     disk = await off_loop(owner, LARGE, shutil.disk_usage, server.settings.data_dir)
@@ -149,14 +149,14 @@ def _nodes(nodes: list[NodeState]) -> Iterator[Metric]:
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[Labels, float]) -> Metric:
-    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+    return _fill(GaugeMetricFamily(name, text, labels=labels), values)
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Labels, float]) -> Metric:
-    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+    return _fill(CounterMetricFamily(name, text, labels=labels), values)
 
 
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Labels, float]) -> Metric:
+def _fill(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Labels, float]) -> Metric:
     for key, value in values.items():
         family.add_metric([str(part) for part in key], value)
     return family

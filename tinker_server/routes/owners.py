@@ -30,12 +30,12 @@ from tinker_server.store.records import TrainingRun
 from tinker_server.store.usage import HOUR_S
 from tinker_server.web.deps import Administrator, Server, Services
 from tinker_server.web.parameters import MAX_LIMIT
-from tinker_server.web.refusals import refused
+from tinker_server.web.refusals import describe
 
 router = APIRouter(prefix="/admin")
 PLACES: dict[str, Literal["memory", "disk", "ended"]] = {"active": "memory", "suspended": "disk", "lost": "ended"}
-OF_ADMIN = refused(AdministratorsOnly)
-OF_RUN = refused(AdministratorsOnly, UnknownModel)
+OF_ADMIN = describe(AdministratorsOnly)
+OF_RUN = describe(AdministratorsOnly, UnknownModel)
 
 
 @router.get("/owners", responses=OF_ADMIN)
@@ -85,7 +85,7 @@ async def list_runs(
     limit = min(limit, MAX_LIMIT)
     runs, total = await server.runs.page(owner, limit, offset)
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
-    return OwnedRunsResponse(runs=await _owned_runs(server, runs), cursor=cursor)
+    return OwnedRunsResponse(runs=await _make_runs(server, runs), cursor=cursor)
 
 
 @router.post("/unload", status_code=204, responses=OF_RUN)
@@ -124,7 +124,7 @@ async def list_keys(server: Server, _: Administrator) -> KeysResponse:
     return describe_keys(server.keys.all(), server.keys.used_at)
 
 
-async def _owned_runs(server: Services, runs: list[TrainingRun]) -> list[OwnedRun]:
+async def _make_runs(server: Services, runs: list[TrainingRun]) -> list[OwnedRun]:
     working = Counter((operation.lane, is_running) for operation, is_running in server.scheduler.in_flight())
     memory_bytes = {run.model_id: size_bytes for run, size_bytes in server.scheduler.in_memory()}
     recent = await server.steps.recent([run.model_id for run in runs], 1)

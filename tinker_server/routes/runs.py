@@ -13,7 +13,7 @@ from tinker_server.store.catalog import RunRecord
 from tinker_server.store.client_metrics import VALUE_BYTES
 from tinker_server.web.deps import Caller, CatalogDep, Server
 from tinker_server.web.parameters import AskedScope, RunIdInPath, ShortPage
-from tinker_server.web.refusals import refused
+from tinker_server.web.refusals import describe
 
 router = APIRouter()
 
@@ -28,13 +28,13 @@ async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRu
     )
 
 
-@router.get("/training_runs/{run_id}", response_model_exclude_none=True, responses=refused(UnknownModel))
+@router.get("/training_runs/{run_id}", response_model_exclude_none=True, responses=describe(UnknownModel))
 async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
     """Return one training run."""
     return _training_run_info(await catalog.run(run_id, scope, time.time()))
 
 
-@router.post("/training_runs/{run_id}/metrics", status_code=204, responses=refused(UnknownModel, LimitReached, Busy))
+@router.post("/training_runs/{run_id}/metrics", status_code=204, responses=describe(UnknownModel, LimitReached, Busy))
 async def log_metrics(run_id: RunIdInPath, request: LogMetricsRequest, server: Server, caller: Caller) -> Response:
     """Record metrics that the client computed, such as a reward, for the run's page."""
     await server.runs.require(run_id, caller)

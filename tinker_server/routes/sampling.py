@@ -32,7 +32,7 @@ from tinker_server.offload import LARGE, off_loop
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import SamplingSession
 from tinker_server.web.deps import Caller, Samplers, Server
-from tinker_server.web.refusals import SUBMIT, refused
+from tinker_server.web.refusals import SUBMIT, describe
 from tinker_server.web.submission import Body
 from tinker_server.weights.lookup import find_weights
 
@@ -48,7 +48,7 @@ MAX_CLIENTS = 10**9
 
 @router.post(
     "/create_sampling_session",
-    responses=refused(UnknownSession, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel, Busy),
+    responses=describe(UnknownSession, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel, Busy),
 )
 async def create_sampling_session(
     request: CreateSamplingSessionRequest, server: Server, caller: Caller
@@ -70,7 +70,7 @@ async def create_sampling_session(
     return CreateSamplingSessionResponse(sampling_session_id=await server.samplers.create(sampler))
 
 
-@router.get("/samplers/{sampler_id}", responses=refused(UnknownSampler))
+@router.get("/samplers/{sampler_id}", responses=describe(UnknownSampler))
 async def get_sampler(
     sampler_id: Annotated[str, Path(description="A sampling session.")], samplers: Samplers, caller: Caller
 ) -> GetSamplerResponse:
@@ -79,7 +79,7 @@ async def get_sampler(
     return GetSamplerResponse(sampler_id=sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
 
 
-@router.post("/join_sampling_session", responses=refused(UnknownSampler))
+@router.post("/join_sampling_session", responses=describe(UnknownSampler))
 async def join_sampling_session(
     request: JoinSamplingSessionRequest, samplers: Samplers, caller: Caller
 ) -> JoinSamplingSessionResponse:
@@ -91,7 +91,7 @@ async def join_sampling_session(
 @router.post(
     "/asample",
     response_model_exclude_none=True,
-    responses=refused(UnknownSampler, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel, Busy, *SUBMIT),
+    responses=describe(UnknownSampler, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel, Busy, *SUBMIT),
 )
 async def asample(
     operation: Annotated[Operation, Depends(Body("sample"))],

@@ -27,12 +27,12 @@ from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
 from tinker_server.store.records import Session
 from tinker_server.web.deps import Audit, Caller, CatalogDep, KnownKey, Runs, Server, Sessions
 from tinker_server.web.parameters import AskedScope, IdempotencyKey, SessionIdInPath, ShortPage
-from tinker_server.web.refusals import refused
+from tinker_server.web.refusals import describe
 
 router = APIRouter()
 
 
-@router.post("/create_session", responses=refused(Busy))
+@router.post("/create_session", responses=describe(Busy))
 async def create_session(
     request: CreateSessionRequest,
     server: Server,
@@ -44,7 +44,7 @@ async def create_session(
     return CreateSessionResponse(session_id=await server.sessions.create(request, x_idempotency_key, caller))
 
 
-@router.post("/session_heartbeat", responses=refused(UnknownSession, HeartbeatEnded))
+@router.post("/session_heartbeat", responses=describe(UnknownSession, HeartbeatEnded))
 async def session_heartbeat(
     request: SessionHeartbeatRequest, sessions: Sessions, caller: Caller
 ) -> SessionHeartbeatResponse:
@@ -53,7 +53,7 @@ async def session_heartbeat(
     return SessionHeartbeatResponse()
 
 
-@router.post("/sessions/{session_id}/finish", status_code=204, responses=refused(UnknownSession, ScopeRefused))
+@router.post("/sessions/{session_id}/finish", status_code=204, responses=describe(UnknownSession, ScopeRefused))
 async def finish_session(
     session_id: SessionIdInPath, request: FinishSessionRequest, sessions: Sessions, runs: Runs, key: KnownKey
 ) -> Response:
@@ -70,7 +70,7 @@ async def list_sessions(catalog: CatalogDep, page: ShortPage) -> ListSessionsRes
     return ListSessionsResponse(sessions=await catalog.sessions(page))
 
 
-@router.post("/sessions/search", response_model_exclude_none=True, responses=refused(BadRequest))
+@router.post("/sessions/search", response_model_exclude_none=True, responses=describe(BadRequest))
 async def search_sessions(
     request: SearchSessionsRequest, sessions: Sessions, catalog: CatalogDep, caller: Caller
 ) -> SearchSessionsResponse:
@@ -87,7 +87,7 @@ async def search_sessions(
     return SearchSessionsResponse(sessions=[_summary(record, now) for record in page], next_cursor=next_cursor)
 
 
-@router.get("/sessions/{session_id}", response_model_exclude_none=True, responses=refused(UnknownSession))
+@router.get("/sessions/{session_id}", response_model_exclude_none=True, responses=describe(UnknownSession))
 async def get_session(
     session_id: SessionIdInPath, sessions: Sessions, catalog: CatalogDep, scope: AskedScope
 ) -> GetSessionResponse:
@@ -102,7 +102,7 @@ async def get_session(
     )
 
 
-@router.put("/sessions/{session_id}/project", status_code=204, responses=refused(UnknownSession, Busy))
+@router.put("/sessions/{session_id}/project", status_code=204, responses=describe(UnknownSession, Busy))
 async def assign_project(
     session_id: SessionIdInPath, request: AssignProjectRequest, sessions: Sessions, audit: Audit, caller: Caller
 ) -> Response:

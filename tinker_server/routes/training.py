@@ -17,7 +17,7 @@ from backends.protocol import BaseModelInfo
 from tinker_server.errors import Busy, SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
 from tinker_server.store.futures.records import Operation
 from tinker_server.web.deps import Caller, Runs, ServedModels
-from tinker_server.web.refusals import OF_MODEL, SUBMIT, refused
+from tinker_server.web.refusals import OF_MODEL, SUBMIT, describe
 from tinker_server.web.submission import Body, OwnModels
 
 router = APIRouter()
@@ -26,7 +26,7 @@ router = APIRouter()
 @router.post(
     "/create_model",
     response_model_exclude_none=True,
-    responses=refused(UnknownSession, SessionFinished, Busy, *SUBMIT),
+    responses=describe(UnknownSession, SessionFinished, Busy, *SUBMIT),
 )
 async def create_model(
     operation: Annotated[Operation, Depends(Body("create_model"))], models: OwnModels
@@ -37,7 +37,7 @@ async def create_model(
     return await models.accept_new(operation, request.session_id)
 
 
-@router.post("/get_info", responses=refused(UnknownModel, UnknownBaseModel))
+@router.post("/get_info", responses=describe(UnknownModel, UnknownBaseModel))
 async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: ServedModels) -> GetInfoResponse:
     """Return a model's base model, LoRA rank, tokenizer and optimizer."""
     run = await runs.require(request.model_id, caller)

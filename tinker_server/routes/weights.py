@@ -10,7 +10,7 @@ from api_schemas.weights import (
 )
 from tinker_server.errors import BadRequest, Busy, SessionFinished, UnknownModel, UnknownSession
 from tinker_server.store.futures.records import Operation
-from tinker_server.web.refusals import OF_MODEL, SUBMIT, refused
+from tinker_server.web.refusals import OF_MODEL, SUBMIT, describe
 from tinker_server.web.submission import Body, OwnModels, with_request
 
 router = APIRouter()
@@ -43,7 +43,7 @@ async def save_weights_external(
 @router.post(
     "/load_weights",
     response_model_exclude_none=True,
-    responses=refused(BadRequest, UnknownSession, UnknownModel, SessionFinished, Busy, *SUBMIT),
+    responses=describe(BadRequest, UnknownSession, UnknownModel, SessionFinished, Busy, *SUBMIT),
 )
 async def load_weights(
     operation: Annotated[Operation, Depends(Body("load_weights"))], models: OwnModels
@@ -52,7 +52,7 @@ async def load_weights(
     request = operation.request
     assert isinstance(request, LoadWeightsRequest)
     if request.weights_access_token is not None:  # another owner's API key, which is never stored
-        seal = models.server.keys.sealed(request.weights_access_token)
+        seal = models.server.keys.seal(request.weights_access_token)
         operation = with_request(operation, request.model_copy(update={"weights_access_token": seal}))
     if request.session_id is not None:
         return await models.accept_new(operation, request.session_id)

@@ -132,7 +132,7 @@ class Catalog:
 
     async def runs(self, page: Page, now: float, search: RunSearch | None = None) -> tuple[list[RunRecord], int]:
         """Return one page and the total; with `search`, of the runs that have all of its words."""
-        shown = (_shown_run(page.scope, now), *(has_words(search) if search else ()))
+        shown = (_is_run_visible(page.scope, now), *(has_words(search) if search else ()))
         query = select(TrainingRunRow).join(SessionRow).where(*shown)
         if page.project_id is not None:
             query = query.where(in_project([page.project_id]))
@@ -151,7 +151,7 @@ class Catalog:
 
     async def run(self, run_id: str, scope: Scope, now: float) -> RunRecord:
         """Return one run. Raises UnknownModel."""
-        query = select(TrainingRunRow).where(TrainingRunRow.model_id == run_id, _shown_run(scope, now))
+        query = select(TrainingRunRow).where(TrainingRunRow.model_id == run_id, _is_run_visible(scope, now))
         async with self._db.read_of(scope.owner) as session:
             row = await session.scalar(query)
         if row is None:
@@ -195,7 +195,7 @@ class Catalog:
         self, page: Page, kinds: Sequence[Kind], now: float, run_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:
         """Return one page of a run's checkpoints, or of all, and the total."""
-        query = select(CheckpointRow).where(CheckpointRow.kind.in_(kinds), _shown(page.scope, now))
+        query = select(CheckpointRow).where(CheckpointRow.kind.in_(kinds), _is_visible(page.scope, now))
         if run_id is not None:
             query = query.where(CheckpointRow.run_id == run_id)
         if page.project_id is not None:
@@ -249,7 +249,7 @@ class Catalog:
             sums = (
                 select(TrainingRunRow.session_id, func.count(), func.sum(CheckpointRow.size_bytes))
                 .join(CheckpointRow, OF_RUN)
-                .where(kept(now), TrainingRunRow.session_id.in_([row.session_id for row in rows]))
+                .where(is_unexpired(now), TrainingRunRow.session_id.in_([row.session_id for row in rows]))
                 .group_by(TrainingRunRow.session_id)
             )
             saved = {session_id: (count, int(size)) for session_id, count, size in await session.execute(sums)}
@@ -263,7 +263,7 @@ class Catalog:
             .select_from(CheckpointRow)
             .join(TrainingRunRow, OF_RUN)
             .join(SessionRow)
-            .where(CheckpointRow.owner == owner, kept(now))
+            .where(CheckpointRow.owner == owner, is_unexpired(now))
             .group_by(SessionRow.project_id)
             .order_by(SessionRow.project_id)
         )
@@ -318,7 +318,7 @@ def _last_checkpoints(run_ids: Sequence[str], scope: Scope, now: float) -> Subqu
     rank = func.row_number().over(partition_by=(row.run_id, row.kind), order_by=row.created_at.desc())
     noted = notes.length(row.user_metadata).label("noted")
     ranked = select(row.run_id, row.kind, row.tinker_path, noted, rank.label("rank"))
-    return ranked.where(row.run_id.in_(run_ids), _shown(scope, now)).subquery()
+    return ranked.where(row.run_id.in_(run_ids), _is_visible(scope, now)).subquery()
 
 
 def _run_operation(row: RunOperation) -> RunOperation:
@@ -328,23 +328,23 @@ def _run_operation(row: RunOperation) -> RunOperation:
     return replace(row, error=error, run_s=row.finished_at - row.created_at)
 
 
-def kept(now: float) -> ColumnElement[bool]:
+def is_unexpired(now: float) -> ColumnElement[bool]:
     """Return the condition that a checkpoint has not expired."""
     return or_(CheckpointRow.expires_at.is_(None), CheckpointRow.expires_at > now)
 
 
-def _shown(scope: Scope, now: float) -> ColumnElement[bool]:
+def _is_visible(scope: Scope, now: float) -> ColumnElement[bool]:
     """Return the condition for checkpoints within the scope."""
     mine = CheckpointRow.owner == scope.owner
-    return and_(or_(mine, CheckpointRow.public) if scope.accessible else mine, kept(now))
+    return and_(or_(mine, CheckpointRow.public) if scope.accessible else mine, is_unexpired(now))
 
 
-def _shown_run(scope: Scope, now: float) -> ColumnElement[bool]:
+def _is_run_visible(scope: Scope, now: float) -> ColumnElement[bool]:
     """Return the condition for runs within the scope: another's run is, if one of its checkpoints is public."""
     mine = TrainingRunRow.owner == scope.owner
     if not scope.accessible:
         return mine
-    return or_(mine, exists().where(OF_RUN, CheckpointRow.public, kept(now)))
+    return or_(mine, exists().where(OF_RUN, CheckpointRow.public, is_unexpired(now)))
 
 
 def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api_schemas.checkpoints import TYPES, SearchCheckpointsRequest
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
-from tinker_server.store.catalog import OF_RUN, in_project, kept
+from tinker_server.store.catalog import OF_RUN, in_project, is_unexpired
 from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.directories import claim, release
 from tinker_server.store.records import Checkpoint, columns, record
@@ -121,7 +121,7 @@ class CheckpointStore:
 def _conditions(request: SearchCheckpointsRequest, caller: str, now: float) -> Iterator[ColumnElement[bool]]:
     row, owner = CheckpointRow, request.owner
     require_searchable(request.user_metadata)
-    yield kept(now)
+    yield is_unexpired(now)
     yield row.owner == caller if owner.type == "own" else or_(row.owner == caller, row.public)
     if owner.type == "user":
         yield row.owner.in_(owner.owner_urns or [])

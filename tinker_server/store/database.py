@@ -192,7 +192,7 @@ class Database:
         """Turn every failure to answer into DatabaseUnavailable, whose text tells clients nothing of the database."""
         try:
             yield
-            outage.answered()
+            outage.note_answer()
         except (IntegrityError, ProgrammingError, DataError, NotSupportedError):
             raise
         except self._unavailable as error:
@@ -200,7 +200,7 @@ class Database:
             if (getattr(cause, "sqlstate", None) or "")[:2] in _STATEMENTS_FAULTS:
                 raise  # the database has answered: a retry would change nothing
             reason = str(cause) or type(error).__name__
-            outage.failed(reason.splitlines()[0])
+            outage.note_failure(reason.splitlines()[0])
             if _is_full(cause):
                 raise DiskFull(
                     "the server's disk is full or cannot be written: nothing was stored; try again once there is room"
@@ -219,13 +219,13 @@ class Database:
                 await connection.run_sync(_upgrade, revision, self.lease if self._is_sole else None)
         except CommandError as error:
             raise StartFailed(
-                f"the database {self._shown()} was made by a newer version of this server, or by something else:"
+                f"the database {self._safe_url()} was made by a newer version of this server, or by something else:"
                 f" {str(error).splitlines()[0]}"
             ) from error
         except (SQLAlchemyError, OSError) as error:
-            raise unusable(self._shown(), error) from error
+            raise unusable(self._safe_url(), error) from error
 
-    def _shown(self) -> str:
+    def _safe_url(self) -> str:
         return make_url(self._engine.url).render_as_string(hide_password=True)
 
     @asynccontextmanager

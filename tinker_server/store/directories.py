@@ -24,10 +24,10 @@ from pathlib import Path
 from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from backends.files import flush, make_directory, written_aside
+from backends.files import flush, make_directory, write_aside
 from tinker_server.errors import DatabaseUnavailable, start_failure
 from tinker_server.store.database import Database
-from tinker_server.store.lease import locked
+from tinker_server.store.lease import lock_file
 from tinker_server.store.tables import UnreferencedDirectory
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _files(path: Path) -> list[str]:
 
 
 def _link_tree(source: Path, target: Path) -> None:
-    with written_aside(target) as aside:
+    with write_aside(target) as aside:
         shutil.copytree(source, aside, copy_function=link)
 
 
@@ -258,5 +258,5 @@ def hold(data_dir: Path) -> Iterator[None]:
         data_dir.chmod(0o700)
     except OSError as error:
         raise start_failure(f"{what} cannot be used: {error.strerror}", error) from None
-    with locked(data_dir / "lock", what):
+    with lock_file(data_dir / "lock", what):
         yield

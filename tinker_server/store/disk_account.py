@@ -49,7 +49,7 @@ class DiskAccount:
         more_bytes += self._since(owner, measure)
         if not measure.part.has_room(more_bytes):
             raise Busy(
-                f"{measure.part.described(owner, more_bytes)}: delete weights, unload models, or fetch results, which"
+                f"{measure.part.describe(owner, more_bytes)}: delete weights, unload models, or fetch results, which"
                 f" may be deleted {RESENT_S:.0f} s after they were sent; send this one later"
             )
 
@@ -61,14 +61,14 @@ class DiskAccount:
         """Delete large results that were fetched a while ago, and measure the owners that have stored anything."""
         await self._futures.expire_large(now)
         for owner, measure in list(self._measures.items()):
-            if self._stored(owner) != measure.stored_bytes:
+            if self._count_stored(owner) != measure.stored_bytes:
                 await self._measure(owner, 0)
 
     def _since(self, owner: str, measure: _Measure) -> int:
         """Return the bytes that came since, or will as results of what was accepted."""
-        return self._stored(owner) - measure.stored_bytes + self._futures.queue.due_bytes[owner]
+        return self._count_stored(owner) - measure.stored_bytes + self._futures.queue.due_bytes[owner]
 
-    def _stored(self, owner: str) -> int:
+    def _count_stored(self, owner: str) -> int:
         return self._futures.queue.stored_bytes[owner] + self._added[owner]
 
     async def _measure(self, owner: str, more_bytes: int) -> _Measure:
@@ -77,7 +77,7 @@ class DiskAccount:
             known = self._measures.get(owner)
             if known is not None and known.at > began:
                 return known  # measured while this waited
-            stored_bytes = self._stored(owner)
+            stored_bytes = self._count_stored(owner)
             part = await self._holdings.part(owner)
             more_bytes += self._futures.queue.due_bytes[owner]
             if not part.has_room(more_bytes) and await self._futures.expire_fetched(

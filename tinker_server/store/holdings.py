@@ -49,7 +49,7 @@ class Part:
         """Return the bytes to delete until there is room: what is deleted lowers what is allowed."""
         return (self.held_bytes + more_bytes - self.allowed_bytes) / (1 - self.disk_part)
 
-    def described(self, owner: str, more_bytes: int) -> str:
+    def describe(self, owner: str, more_bytes: int) -> str:
         """Return the numbers of a refusal."""
         return (
             f"weights, snapshots, archives, uploads, requests, results, metrics and samples of {owner} would take"
@@ -122,7 +122,7 @@ class Holdings:
                 f"the server's disk has {part.free_bytes} bytes left, and {more_bytes} are needed; try again once there"
                 " is room"
             )
-        raise LimitReached(f"{part.described(owner, more_bytes)}: delete some, or unload models")
+        raise LimitReached(f"{part.describe(owner, more_bytes)}: delete some, or unload models")
 
     async def part(self, owner: str) -> Part:
         """Return what an owner holds of the disk, and may hold."""
@@ -131,7 +131,7 @@ class Holdings:
 
     async def _part(self, owner: str, replaced: str | None) -> tuple[Part, int]:
         archives, free_bytes = await asyncio.to_thread(self._archives_and_free)
-        held, freed = await self._held_bytes(owner, replaced, archives)
+        held, freed = await self._count_bytes(owner, replaced, archives)
         held += sum([await count(owner) for count in self._counts])
         return Part(held, free_bytes, self._disk_part), freed
 
@@ -139,7 +139,7 @@ class Holdings:
         """Return the bytes that the owner holds."""
         return (await self.part(owner)).held_bytes
 
-    async def _held_bytes(self, owner: str, replaced: str | None, archives: Mapping[str, int]) -> tuple[int, int]:
+    async def _count_bytes(self, owner: str, replaced: str | None, archives: Mapping[str, int]) -> tuple[int, int]:
         """Return the bytes of an owner's directories, and those of `replaced` with its archive among them.
 
         The database adds up what may be many rows.

@@ -122,12 +122,12 @@ def _file_lock(database: str | None) -> Iterator[None]:
     if not database or database == ":memory:":
         yield
         return
-    with locked(Path(f"{database}.lock"), f"the database {database}"):
+    with lock_file(Path(f"{database}.lock"), f"the database {database}"):
         yield
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def lock_file(path: Path, what: str) -> Iterator[None]:
     """Lock a file, which is made, against other servers. Raises StartFailed, with `what` it is the lock of."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,14 +31,14 @@ class Outage:
         self._since: float | None = None
         self._num_failed = 0
 
-    def failed(self, reason: str) -> None:
+    def note_failure(self, reason: str) -> None:
         """Note that the database did not answer."""
         self._num_failed += 1
         if self._since is None:
             self._since = time.monotonic()
             log.warning("the database does not answer %s: %s", self._what, reason)
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """Note that the database answered."""
         if self._since is not None:
             seconds = time.monotonic() - self._since

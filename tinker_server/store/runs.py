@@ -184,20 +184,20 @@ class RunStore:
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
         async with self._db.read() as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
-        return await self._found(newest.limit(limit).offset(offset)), total or 0
+        return await self._find_all(newest.limit(limit).offset(offset)), total or 0
 
     async def in_memory(self) -> list[TrainingRun]:
         """Return the models that are neither lost nor suspended."""
-        return await self._found(select(TrainingRunRow).where(TrainingRunRow.status == "active"))
+        return await self._find_all(select(TrainingRunRow).where(TrainingRunRow.status == "active"))
 
-    async def suspended_since_before(self, heartbeat: float) -> list[TrainingRun]:
+    async def find_suspended(self, heartbeat: float) -> list[TrainingRun]:
         """Return the models on disk whose session is finished, or had its last heartbeat before this time."""
         over = or_(SessionRow.finished_at.is_not(None), SessionRow.last_heartbeat < heartbeat)
-        return await self._found(
+        return await self._find_all(
             select(TrainingRunRow).join(SessionRow).where(TrainingRunRow.status == "suspended", over)
         )
 
-    async def _found(self, query: Select[TrainingRunRow]) -> list[TrainingRun]:
+    async def _find_all(self, query: Select[TrainingRunRow]) -> list[TrainingRun]:
         async with self._db.read() as session:
             return [record(TrainingRun, row) for row in await session.scalars(query)]
 

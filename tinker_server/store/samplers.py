@@ -187,14 +187,14 @@ class SamplerStore:
         gone: list[str] = []
         used_at, alive_at = now - limits.kept_s > _USED_AT, now - limits.silent_s > _ALIVE_AT
         unused = _UNNAMED.having(or_(used_at, alive_at)).limit(MAX_NAMES)  # a part at a time: there may be thousands
-        while found := await self._unnamed(unused):
+        while found := await self._find_unnamed(unused):
             gone += await self._delete_weights([weights.directory for weights in found], now)
-        excess = [weights.directory for weights in _excess(await self._unnamed(_UNNAMED), limits, now)]
+        excess = [weights.directory for weights in _excess(await self._find_unnamed(_UNNAMED), limits, now)]
         for start in range(0, len(excess), MAX_NAMES):
             gone += await self._delete_weights(excess[start : start + MAX_NAMES], now)
         return gone
 
-    async def _unnamed(self, query: "Select[str | None, str, int, float]") -> list[_Unnamed]:
+    async def _find_unnamed(self, query: "Select[str | None, str, int, float]") -> list[_Unnamed]:
         async with self._db.read() as session:
             found = (await session.execute(query)).all()
         return [_Unnamed(name, owner, size, used_at) for name, owner, size, used_at in found if name is not None]

@@ -16,9 +16,9 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel, ConfigDict
 
 from api_schemas.training import LoraConfig
-from backends.files import write_private, written_aside
+from backends.files import write_aside, write_private
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from tinker_server.errors import BodyTooLarge, DiskFull, UnknownUpload, shortened
+from tinker_server.errors import BodyTooLarge, DiskFull, UnknownUpload, shorten
 
 log = logging.getLogger(__name__)
 FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
@@ -82,7 +82,7 @@ class UploadFolder:
         except (ValueError, OSError) as error:  # must not stop the uploads of others
             if upload_id not in self._damaged:
                 self._damaged.add(upload_id)
-                log.warning("%s cannot be read, so this upload is unknown: %s", about, shortened(str(error)))
+                log.warning("%s cannot be read, so this upload is unknown: %s", about, shorten(str(error)))
             return None
 
     def require(self, upload_id: str, owner: str | None = None) -> Upload:
@@ -124,11 +124,11 @@ class UploadFolder:
         Raises BodyTooLarge, DiskFull.
         """
         limit = CONFIG_BYTES if name == ADAPTER_CONFIG_FILE else upload.max_bytes
-        async with self.unchanged(upload.upload_id):
+        async with self.lock_of(upload.upload_id):
             if upload.refused_at is not None:
                 self.put(upload.model_copy(update={"refused_at": None}))
             try:
-                with written_aside(self.path(upload.upload_id) / name, durable=False) as aside:
+                with write_aside(self.path(upload.upload_id) / name, durable=False) as aside:
                     return await _write(aside, name, parts, limit)
             except OSError as error:
                 raise _not_written(error) from None
@@ -136,16 +136,16 @@ class UploadFolder:
     async def release_refused(self, uploads: list[Upload]) -> bool:
         """Delete the upload among these that was refused first, unless a file comes for it. Return whether there was
         one."""
-        idle = (upload for upload in uploads if not self.unchanged(upload.upload_id).locked())
+        idle = (upload for upload in uploads if not self.lock_of(upload.upload_id).locked())
         refused = (upload for upload in idle if upload.refused_at is not None)
         first = min(refused, key=lambda upload: upload.refused_at or 0, default=None)
         if first is None:
             return False
-        async with self.unchanged(first.upload_id):
+        async with self.lock_of(first.upload_id):
             await asyncio.to_thread(shutil.rmtree, self.path(first.upload_id), ignore_errors=True)
         return True
 
-    def unchanged(self, upload_id: str) -> asyncio.Lock:
+    def lock_of(self, upload_id: str) -> asyncio.Lock:
         """Return the lock of an upload's files, which are received one after the other."""
         return self._coming.setdefault(upload_id, asyncio.Lock())
 

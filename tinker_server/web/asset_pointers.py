@@ -36,7 +36,7 @@ async def with_images(request: R, addresses: ImageAddresses, owner: str) -> R | 
         )
     locations = [pointer.location for pointer in pointers]
     files = await addresses.read_all(locations, "image_asset_pointer chunks", owner)
-    return await off_loop(owner, LARGE, _replaced, request, files)
+    return await off_loop(owner, LARGE, _replace, request, files)
 
 
 def _inputs(request: Request) -> Sequence[ModelInput]:
@@ -50,7 +50,7 @@ def _inputs(request: Request) -> Sequence[ModelInput]:
     return []
 
 
-def _replaced(request: R, files: dict[str, bytes]) -> R:
+def _replace(request: R, files: dict[str, bytes]) -> R:
     match request:
         case SampleRequest():
             return request.model_copy(update={"prompt": _input(request.prompt, files)})

@@ -34,7 +34,7 @@ class Cors:
             return
         allowed = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
 
-        async def marked(message: Message) -> None:
+        async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(allowed)
             await send(message)
@@ -46,4 +46,4 @@ class Cors:
             answer.headers["Access-Control-Max-Age"] = str(VALID_S)
             await answer(scope, receive, send)
             return
-        await self.app(scope, receive, marked)
+        await self.app(scope, receive, send_marked)

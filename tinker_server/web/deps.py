@@ -111,13 +111,13 @@ async def api_key(key: Annotated[str | None, Security(_KEY)]) -> str:
 ApiKey = Annotated[str, Depends(api_key)]
 
 
-async def known_key(request: Request, _: ApiKey) -> Key:
+async def find_key(request: Request, _: ApiKey) -> Key:
     """Return the request's key, as the gate found it."""
     key: Key = request.state.key
     return key
 
 
-KnownKey = Annotated[Key, Depends(known_key)]
+KnownKey = Annotated[Key, Depends(find_key)]
 
 
 async def caller(request: Request, _: ApiKey) -> str:

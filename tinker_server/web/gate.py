@@ -125,7 +125,7 @@ class Measured:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 method = scope["method"] if scope["method"] in METHODS else OTHER
-                metrics.answered(method, _route(scope), message["status"], time.monotonic() - began)
+                metrics.note_answer(method, _route(scope), message["status"], time.monotonic() - began)
             await send(message)
 
         await self.app(scope, receive, counted)
@@ -158,8 +158,8 @@ class Gate:
                 scope["path"].startswith(API) and not scope["path"].startswith(OPEN)
             ):
                 sent = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
-                signed_in = self._signed_in(scope, headers) if vendor is not None and sent is None else None
-                key = signed_in or known(sent, keys, tokens)
+                signed_in = self._find_page_key(scope, headers) if vendor is not None and sent is None else None
+                key = signed_in or find_key(sent, keys, tokens)
                 require_scope(key, scope["path"], is_chat=vendor is not None)
                 state = scope.setdefault("state", {})
                 state.update(key=key, owner=key.name)
@@ -178,7 +178,7 @@ class Gate:
         if origin is not None and not self._is_local(origin):
             raise ForeignHost(f"the header Origin is {origin[:100]!r}, which is no page of this machine")
 
-    def _signed_in(self, scope: Scope, headers: Headers) -> Key | None:
+    def _find_page_key(self, scope: Scope, headers: Headers) -> Key | None:
         """Return the key of a dashboard page, which has cookie and token in its place; None for all others."""
         sign_ins: SignIns = scope["app"].state.services.sign_ins
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
@@ -273,7 +273,7 @@ def _bearer(headers: Headers) -> str | None:
     return key.strip() if kind.lower() == "bearer" else None
 
 
-def known(sent: str | None, keys: Keys, tokens: Tokens) -> Key:
+def find_key(sent: str | None, keys: Keys, tokens: Tokens) -> Key:
     """Return the key that a request has sent, itself or as a token. Raises Unauthenticated."""
     if not sent:
         raise Unauthenticated("the header X-API-Key is missing")

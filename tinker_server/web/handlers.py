@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from api_schemas.base import NOTED_TOO_LARGE, UNSTORABLE, unstorable
 from api_schemas.wire import MalformedBody
 from backends.protocol import InvalidInput
-from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError, shortened
+from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError, shorten
 from tinker_server.web.vendors import error_body, vendor_of
 
 CLIENT_GONE = 499
@@ -29,7 +29,7 @@ def answer(
     path: str, status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """Make a refusal in the form of this path. The text may quote a client, including halves of surrogate pairs."""
-    sendable = shortened(detail).encode(errors="backslashreplace").decode()
+    sendable = shorten(detail).encode(errors="backslashreplace").decode()
     vendor = vendor_of(path)
     if vendor is not None:
         field = error.field if isinstance(error, BadField) else None
@@ -48,7 +48,7 @@ def install(app: FastAPI) -> None:
     """Map exceptions to responses, for the whole app."""
 
     @app.exception_handler(TinkerServerError)
-    async def refused(http: Request, error: TinkerServerError) -> JSONResponse:
+    async def answer_refusal(http: Request, error: TinkerServerError) -> JSONResponse:
         return answer(http.url.path, error.status, error, str(error), retry_after(error.status))
 
     @app.exception_handler(MalformedBody)
@@ -57,7 +57,7 @@ def install(app: FastAPI) -> None:
         return answer(http.url.path, BadRequest.status, error, str(error))
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
+    async def answer_malformed(http: Request, error: RequestValidationError) -> JSONResponse:
         is_too_large = any(problem.get("type") == NOTED_TOO_LARGE for problem in error.errors())
         return answer(http.url.path, BadRequest.status if is_too_large else 422, error, describe(error))
 
@@ -71,7 +71,7 @@ def install(app: FastAPI) -> None:
         return answer(http.url.path, CLIENT_GONE, error, "the client hung up")
 
     @app.exception_handler(Exception)
-    async def unexpected(http: Request, error: Exception) -> JSONResponse:
+    async def answer_unexpected(http: Request, error: Exception) -> JSONResponse:
         return answer(http.url.path, 500, error, "internal error; the server's log has the details")  # uvicorn logs it
 
 

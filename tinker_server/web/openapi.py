@@ -17,7 +17,7 @@ from api_schemas.wire import JSON, PROTOBUF
 from tinker_server.errors import BodyTooLarge, ForeignHost, KeysUnreadable, ScopeRefused, Unauthenticated
 from tinker_server.operations.table import OPERATIONS
 from tinker_server.web.fixed_page import FixedPage
-from tinker_server.web.refusals import BINARY, REF, Error, refusal, refused
+from tinker_server.web.refusals import BINARY, REF, Error, describe, refusal
 from tinker_server.web.submission import Body
 
 Schema = dict[str, Any]
@@ -34,7 +34,7 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> Schema:
         if app.openapi_schema is None:
-            app.openapi_schema = completed(
+            app.openapi_schema = complete_schema(
                 plain(), [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
             )
         return app.openapi_schema
@@ -44,10 +44,10 @@ def install(app: FastAPI) -> None:
     app.add_api_route("/openapi.json", page.answer, include_in_schema=False)
 
 
-def completed(schema: Schema, routes: list[APIRoute]) -> Schema:
+def complete_schema(schema: Schema, routes: list[APIRoute]) -> Schema:
     """Return FastAPI's schema of these routes, with everything that it does not know."""
     schema["info"] = {"title": "tinker-server", "version": "v1", "description": ABOUT}
-    bodies = {route.path: body for route in routes if (body := _submitted(route)) is not None}
+    bodies = {route.path: body for route in routes if (body := _find_request_type(route)) is not None}
     components: Schema = schema["components"]["schemas"]
     read = models_json_schema([(body, "validation") for body in bodies.values()], ref_template=REF)[1]
     components |= read["$defs"] | {"Error": Error.model_json_schema()}
@@ -69,7 +69,7 @@ def completed(schema: Schema, routes: list[APIRoute]) -> Schema:
     return schema
 
 
-def _submitted(route: APIRoute) -> type[Request] | None:
+def _find_request_type(route: APIRoute) -> type[Request] | None:
     """Return the request that a handler takes as an Operation, whose body FastAPI does not read."""
     for dependency in route.dependant.dependencies:
         if isinstance(dependency.call, Body):
@@ -88,15 +88,15 @@ def _body(model: type[Request]) -> Schema:
 
 def _add_general_answers(operation: Schema) -> None:
     """Add to an operation's own answers those of every operation with a body, with parameters, with a key."""
-    general: dict[int | str, Schema] = refused(ForeignHost)
+    general: dict[int | str, Schema] = describe(ForeignHost)
     general[500] = refusal("The server failed; its log has the details.")
     if "requestBody" in operation:
         general[400] = refusal("The body cannot be read.")
-        general |= refused(BodyTooLarge)
+        general |= describe(BodyTooLarge)
     if "requestBody" in operation or operation.get("parameters"):
         general[422] = refusal("A field is missing, unknown, or not what it should be.")
     if operation.get("security"):
-        general |= refused(Unauthenticated, ForeignHost, ScopeRefused, KeysUnreadable)
+        general |= describe(Unauthenticated, ForeignHost, ScopeRefused, KeysUnreadable)
     answers: Schema = operation["responses"]
     answers.pop("422", None)  # FastAPI's, of another form
     for status, answer in general.items():

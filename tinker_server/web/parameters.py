@@ -42,7 +42,7 @@ class SignedLink:
         self.links.check(path, self.expires, self.signature)
 
 
-async def _followed_link(
+async def _parse_link(
     expires: Annotated[int, Query(description="When the link ends, in Unix seconds.")],
     signature: Annotated[str, Query(description="Signature of the link.")],
     links: SignedLinks,
@@ -50,7 +50,7 @@ async def _followed_link(
     return SignedLink(expires, signature, links)
 
 
-FollowedLink = Annotated[SignedLink, Depends(_followed_link)]
+FollowedLink = Annotated[SignedLink, Depends(_parse_link)]
 
 
 async def _scope(
@@ -65,7 +65,7 @@ async def _scope(
 AskedScope = Annotated[Scope, Depends(_scope)]
 
 
-def paged(default_limit: int) -> Callable[..., Awaitable[Page]]:
+def make_page_dependency(default_limit: int) -> Callable[..., Awaitable[Page]]:
     """Return a dependency that reads a page from the query."""
 
     async def page(
@@ -79,5 +79,5 @@ def paged(default_limit: int) -> Callable[..., Awaitable[Page]]:
     return page
 
 
-ShortPage = Annotated[Page, Depends(paged(20))]
-LongPage = Annotated[Page, Depends(paged(100))]
+ShortPage = Annotated[Page, Depends(make_page_dependency(20))]
+LongPage = Annotated[Page, Depends(make_page_dependency(100))]

@@ -29,11 +29,11 @@ class Prefixed:
             await self.app(scope, receive, send)
             return
 
-        async def prefixed(message: Message) -> None:
+        async def send_prefixed(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == BY_ROUTER:
                 headers = MutableHeaders(scope=message)
                 location = urlsplit(headers["location"])
                 headers["location"] = location._replace(path=prefix + location.path).geturl()
             await send(message)
 
-        await self.app(scope, receive, prefixed)
+        await self.app(scope, receive, send_prefixed)

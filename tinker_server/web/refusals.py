@@ -30,7 +30,7 @@ class Error(Response):
     """Class of the error."""
 
 
-def refused(*kinds: type[TinkerServerError]) -> Described:
+def describe(*kinds: type[TinkerServerError]) -> Described:
     """Describe one answer for each status among these errors, with its possible reasons."""
     texts: dict[int, list[str]] = {}
     for kind in kinds:
@@ -43,5 +43,5 @@ def refusal(text: str) -> dict[str, object]:
     return {"description": text, "content": {JSON: {"schema": {"$ref": REF.format(model=Error.__name__)}}}}
 
 
-OF_MODEL = refused(UnknownModel, SessionFinished, Busy, *SUBMIT)
+OF_MODEL = describe(UnknownModel, SessionFinished, Busy, *SUBMIT)
 """Refusals of every submit of an operation on a model."""

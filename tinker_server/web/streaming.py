@@ -13,7 +13,7 @@ T = TypeVar("T")
 _ENTRIES: TypeAdapter[list[BaseModel]] = TypeAdapter(list[BaseModel])
 
 
-async def streamed(parts: AsyncIterator[bytes]) -> Response:
+async def stream(parts: AsyncIterator[bytes]) -> Response:
     """Answer the parts, one after the other. What fails before the first one is answered with its status."""
     first = await anext(parts)
 
@@ -34,11 +34,11 @@ async def entries(
         made = [form(row) for row in page]
         return _ENTRIES.dump_json(made, exclude_none=True, serialize_as_any=True)[1:-1]
 
-    async for part in joined(pages, encode, owner):
+    async for part in join_pages(pages, encode, owner):
         yield part
 
 
-async def joined(
+async def join_pages(
     pages: AsyncIterator[Sequence[T]], encode: Callable[[Sequence[T]], bytes], owner: str
 ) -> AsyncIterator[bytes]:
     """Yield pages with commas between them, each encoded in a thread."""

@@ -94,7 +94,7 @@ class Body:
         body: bytes = await off_loop(caller, sum(map(len, pieces)), b"".join, pieces)
         is_zstd = http.headers.get("content-encoding", "").strip().lower() == "zstd"
         limit = largest_body(http.url.path, settings.max_body_bytes)
-        size_bytes = wire.decompressed_bytes(body, limit) if is_zstd else len(body)
+        size_bytes = wire.frame_content_bytes(body, limit) if is_zstd else len(body)
         async with models.server.ledger.decoding(caller, size_bytes):
             if is_zstd:
                 body = await off_loop(caller, len(body), wire.decompress, body, limit)

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from backends.files import written_aside
+from backends.files import write_aside
 from backends.processes.fair_threads import FairThreads
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.store.directories import Storage
@@ -60,7 +60,7 @@ class Archives:
 
 def _pack(directory: Path, archive: Path) -> None:
     """Pack a directory; an adapter like its export: under the tinker names, with PEFT's form in `peft/`."""
-    with written_aside(archive) as aside, tarfile.open(aside, "w:gz", compresslevel=1) as tar:
+    with write_aside(archive) as aside, tarfile.open(aside, "w:gz", compresslevel=1) as tar:
         if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / export.PEFT).exists():
             with tempfile.TemporaryDirectory(dir=archive.parent) as exported:
                 export.write_tinker_form(directory, Path(exported))

@@ -20,7 +20,7 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.weights.saving import check_ttl
 
 
-async def finished_session(
+async def make_finished_session(
     sessions: SessionStore, made_by: str, project_id: str | None, key: str | None, owner: str
 ) -> str:
     """Make a session for weights that no model of it saved, and finish it: nobody works in it. The same key gives the
@@ -103,7 +103,7 @@ class Copying:
         match request.destination_project_id, request.session_id, request.model_seq_id:
             case str(project_id), None, None:
                 made_by = "copy_weights"
-                return await finished_session(self._sessions, made_by, project_id, idempotency_key, owner), 0
+                return await make_finished_session(self._sessions, made_by, project_id, idempotency_key, owner), 0
             case None, str(session_id), int(number):
                 await self._sessions.require_open(session_id, owner)
                 return session_id, number

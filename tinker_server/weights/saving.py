@@ -60,10 +60,10 @@ async def save_weights_for_sampler(
         return SaveWeightsForSamplerResponse(path=saved.tinker_path)
     if request.ttl_seconds is not None or request.user_metadata is not None:
         raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
-    if (made := await _made_before(stores, request)) is not None:
+    if (made := await _find_earlier(stores, request)) is not None:
         return SaveWeightsForSamplerResponse(sampling_session_id=made)
     async with stores.storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
-        run, trainer, loaded = await model.loaded()
+        run, trainer, loaded = await model.ensure_loaded()
         await stores.holdings.require_room(run.owner)
         await trainer.save(loaded, stores.storage.path(directory), "sampler")
         async with stores.holdings.weights(run.owner, directory) as size_bytes:
@@ -75,7 +75,7 @@ async def save_weights_for_sampler(
     return SaveWeightsForSamplerResponse(sampling_session_id=name)
 
 
-async def _made_before(stores: WeightStores, request: SaveWeightsForSamplerRequest) -> str | None:
+async def _find_earlier(stores: WeightStores, request: SaveWeightsForSamplerRequest) -> str | None:
     """Return the sampling session of this same operation, if an earlier server made it but stored no answer."""
     session_id = request.model_id.partition(":train:")[0]
     name = ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)
@@ -147,7 +147,7 @@ async def _save(
         raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
     replaced = None if first is None else first.directory
     async with stores.storage.writing(path.run_id, path.kind, path.name) as directory:
-        run, trainer, loaded = await model.loaded()
+        run, trainer, loaded = await model.ensure_loaded()
         await stores.holdings.require_room(run.owner, replaced=replaced)
         if kind == "external_weights":
             target = stores.storage.path(directory)

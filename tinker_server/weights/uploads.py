@@ -27,7 +27,7 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.uploads import FILES, Upload, UploadFolder
 from tinker_server.weights import export
 from tinker_server.weights.base_names import require_same_base
-from tinker_server.weights.copying import finished_session, run_of_weights
+from tinker_server.weights.copying import make_finished_session, run_of_weights
 from tinker_server.weights.lookup import WeightStores
 
 NAME = "uploaded"
@@ -101,14 +101,14 @@ class Uploads:
             finishing.cancel()
 
     async def _finish(self, upload: Upload) -> TinkerPath:
-        session_id = await finished_session(
+        session_id = await make_finished_session(
             self._sessions, "external_weights_upload", upload.project_id, upload.upload_id, upload.owner
         )
         path = TinkerPath(ids.model_id(session_id, 0), "external_weights", NAME)
         if upload.is_finished or await self._stores.checkpoints.find(path) is not None:
             return path
         directory = self.folder.path(upload.upload_id)
-        async with self.folder.unchanged(upload.upload_id):  # a file may still come, which was begun before
+        async with self.folder.lock_of(upload.upload_id):  # a file may still come, which was begun before
             await on_files(upload.owner, _require_files, directory)
             try:
                 await self._read(upload, directory, path, session_id)

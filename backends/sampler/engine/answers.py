@@ -30,10 +30,10 @@ def answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutp
     try:
         return _answer(task, rendered, outputs)
     except FloatingPointError as error:
-        raise diverged(error, task.weights) from None
+        raise divergence_error(error, task.weights) from None
 
 
-def diverged(error: FloatingPointError, weights: Path | None) -> Exception:
+def divergence_error(error: FloatingPointError, weights: Path | None) -> Exception:
     """Return the error for log probabilities that are not finite."""
     if weights is None:
         return BackendFailed(f"{error}: the base model's own")

@@ -14,14 +14,14 @@ from backends.families.coverage import fp8_linears
 from backends.families.family import Vision
 from backends.families.lora_names import ENGINE_MODULES
 from backends.families.registry import find_family
-from backends.formats.base_files import link_files, needed_files
+from backends.formats.base_files import find_needed_files, link_files
 from backends.inputs.rendering import Renderer
 from backends.model_spec import DRAWN_TOKENS, ModelSpec
 from backends.patches import for_device, require_as_written
 from backends.protocol import BackendFailed, Unavailable
 from backends.sampler.checks import MAX_TOPK
 from backends.sampler.engine.fair_admission import RESERVE
-from backends.sampler.engine.vllm_patches.block_fp8 import packed_config
+from backends.sampler.engine.vllm_patches.block_fp8 import make_quantization_config
 from backends.sampler.engine.vllm_patches.targets import EXECUTOR, PATCHES
 
 VLLM_VERSION = "0.32.0"
@@ -61,8 +61,8 @@ def require_shared_memory(num_ranks: int, free_bytes: int | None = None) -> None
 
 def with_own_links(spec: ModelSpec, links: Path) -> ModelSpec:
     """Return the spec of a process that reads the model by links to the files that the trainer reads: vLLM takes what
-    else it finds in a directory. Raises BackendFailed as `needed_files`."""
-    return replace(spec, directory=str(link_files(needed_files(Path(spec.directory)), links.absolute())))
+    else it finds in a directory. Raises BackendFailed as `find_needed_files`."""
+    return replace(spec, directory=str(link_files(find_needed_files(Path(spec.directory)), links.absolute())))
 
 
 def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
@@ -151,7 +151,7 @@ def _config_changes(config: ModelSpec) -> dict[str, object]:
     if config.is_quantised:
         # Weights are dequantised as they are read, or for each product.
         staying = stays_in_fp8(config)
-        changes["quantization_config"] = packed_config(staying) if staying else None
+        changes["quantization_config"] = make_quantization_config(staying) if staying else None
     return changes
 
 

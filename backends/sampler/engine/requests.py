@@ -102,7 +102,7 @@ def sampling_params(
     scores_prompt = index == 0 and (task.scores.logprobs or num_scored > 0)
     return SamplingParams(
         max_tokens=params.max_tokens or most_tokens,
-        seed=None if params.seed is None else derived_seed(params.seed, index),
+        seed=None if params.seed is None else derive_seed(params.seed, index),
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
@@ -117,7 +117,7 @@ def sampling_params(
         include_stop_str_in_output=True,
         logprobs=task.topk,
         prompt_logprobs=num_scored if scores_prompt else None,
-        extra_args=_scored_tokens(task, placeholders) if scores_prompt else None,
+        extra_args=_tokens_to_score(task, placeholders) if scores_prompt else None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -141,16 +141,16 @@ def num_scored_tokens(scores: PromptScores) -> int:
     return scores.topk + num_targets + scores.num_draws
 
 
-def _scored_tokens(task: SamplingTask, placeholders: Sequence[int]) -> dict[str, Asked] | None:
+def _tokens_to_score(task: SamplingTask, placeholders: Sequence[int]) -> dict[str, Asked] | None:
     """Return what the worker puts in the last columns of the prompt's log probabilities."""
     targets, params = task.scores.targets, task.params
     if targets is None and not task.scores.num_draws:
         return None
     targets_PK = np.empty((0, 0), np.int64) if targets is None else targets.to_array(fill=-1)
-    seed = secrets.randbits(62) if params.seed is None else derived_seed(params.seed, -1)
+    seed = secrets.randbits(62) if params.seed is None else derive_seed(params.seed, -1)
     return extra_args(targets_PK, task.scores.num_draws, params.temperature, seed, placeholders)
 
 
-def derived_seed(seed: int, index: int) -> int:
+def derive_seed(seed: int, index: int) -> int:
     """Return a seed per sample of a request, in the 62 bits that every generator takes."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big") >> 2

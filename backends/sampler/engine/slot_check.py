@@ -119,7 +119,7 @@ class SlotCheck:
                 if name not in scales:
                     in_file, _ = parse_fine_tuned_lora_name(key)
                     scales[name] = LoRALayerWeights.from_config(name, helper, in_file).scaling
-        return {name: (half[True], _scaled(half[False], scales[name])) for name, half in halves.items()}
+        return {name: (half[True], _scale(half[False], scales[name])) for name, half in halves.items()}
 
     def _of_module(self, name: str, parts: dict[str, Part]) -> list[Part | None]:
         """Return the files' parts for a module, in the engine's order; None for nothing."""
@@ -136,7 +136,7 @@ class SlotCheck:
         return [_stack(experts) for experts in per_matrix]
 
 
-def _scaled(b: Tensor, scale: float) -> Tensor:
+def _scale(b: Tensor, scale: float) -> Tensor:
     """Scale as vLLM does: in the engine's precision, on the CPU."""
     return b if scale == 1 else b * scale
 

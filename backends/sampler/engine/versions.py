@@ -70,11 +70,11 @@ class VersionCache:
         if version is None:
             return None
         task = version.loading
-        if task is None or (task.done() and not _failed(task)):
+        if task is None or (task.done() and not _has_failed(task)):
             if self._loader.has(version):
                 return self._loader.request(version)
             task = version.loading = asyncio.create_task(self._loader.load(version))
-            task.add_done_callback(lambda done: self._ended(version, done))
+            task.add_done_callback(lambda done: self._note_end(version, done))
         await asyncio.shield(task)
         return self._loader.request(version)
 
@@ -83,11 +83,11 @@ class VersionCache:
         linked = self._scratch_dir / str(number)
         linking = asyncio.create_task(asyncio.to_thread(self._loader.link, weights, linked))
         version = self._versions[weights] = Version(weights, linked, number, linking)
-        linking.add_done_callback(lambda done: self._ended(version, done))
+        linking.add_done_callback(lambda done: self._note_end(version, done))
         return version
 
-    def _ended(self, version: Version, task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> None:
-        if _failed(task):
+    def _note_end(self, version: Version, task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> None:
+        if _has_failed(task):
             self._evict(version)
         else:
             self._evict_idle()
@@ -112,5 +112,5 @@ class VersionCache:
         await asyncio.to_thread(shutil.rmtree, version.linked, ignore_errors=True)
 
 
-def _failed(task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> bool:
+def _has_failed(task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> bool:
     return task.cancelled() or task.exception() is not None

@@ -149,12 +149,12 @@ def join_alone(config: VllmConfig, meeting: str) -> None:
 
 def find_views(config: VllmConfig, files: Files) -> dict[str, View]:
     """Return where vLLM's model has each tensor of the files; no weights are read."""
-    with made_on_meta(config) as model:
+    with make_on_meta(config) as model:
         return trace_loading(model.load_weights, _parameters(model), files.layouts())
 
 
 @contextmanager
-def made_on_meta(config: VllmConfig) -> Iterator[VllmModel]:
+def make_on_meta(config: VllmConfig) -> Iterator[VllmModel]:
     """Make vLLM's model without memory, in a block in which it may load its weights."""
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         yield initialize_model(vllm_config=config, model_config=config.model_config)

@@ -136,7 +136,7 @@ def test_the_canonical_form_does_not_depend_on_the_order_in_which_a_map_came():
     forms = set()
     for contents in ([replaced, *entries], entries[::-1]):
         content = b"".join(contents)
-        body = bytes([3 << 3 | 2]) + wire._encoded_varint(len(content)) + content
+        body = bytes([3 << 3 | 2]) + wire._encode_varint(len(content)) + content
         forms.add(b"".join(wire.canonical(body)))
         assert len(wire.decode_forward_backward(body).forward_backward_input.data[0].loss_fn_inputs["b"]) == 200_000
     (form,) = forms

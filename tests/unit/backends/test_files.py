@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from backends.files import written_aside
+from backends.files import write_aside
 
 
 def test_a_file_and_a_directory_appear_once_they_are_written(tmp_path: Path) -> None:
-    with written_aside(tmp_path / "new" / "file") as aside:
+    with write_aside(tmp_path / "new" / "file") as aside:
         aside.write_text("a")
         assert not (tmp_path / "new" / "file").exists()
     assert (tmp_path / "new" / "file").read_text() == "a"
-    with written_aside(tmp_path / "directory") as aside:
+    with write_aside(tmp_path / "directory") as aside:
         (aside / "inner").mkdir(parents=True)
         (aside / "inner" / "file").write_text("b")
     assert (tmp_path / "directory" / "inner" / "file").read_text() == "b"
@@ -21,7 +21,7 @@ def test_a_file_and_a_directory_appear_once_they_are_written(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("is_directory", [True, False])
 def test_nothing_is_left_of_what_failed(tmp_path: Path, is_directory: bool) -> None:
-    with pytest.raises(OSError, match="full"), written_aside(tmp_path / "name") as aside:
+    with pytest.raises(OSError, match="full"), write_aside(tmp_path / "name") as aside:
         if is_directory:
             aside.mkdir()
         else:

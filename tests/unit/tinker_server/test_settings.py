@@ -59,8 +59,8 @@ def test_the_command_line_goes_before_the_environment(tmp_path: Path, monkeypatc
 
 def test_everything_is_kept_in_the_data_directory_by_default(tmp_path: Path) -> None:
     settings = read_settings(parse(["serve", "--data-dir", str(tmp_path), "--model", "a=org/name"]))
-    assert make_url(settings.resolved_database_url()).database == f"{tmp_path}/tinker-server.db"
-    assert settings.resolved_backend().scratch_dir == tmp_path / "scratch"
+    assert make_url(settings.resolve_database_url()).database == f"{tmp_path}/tinker-server.db"
+    assert settings.resolve_backend().scratch_dir == tmp_path / "scratch"
 
 
 @pytest.mark.parametrize(

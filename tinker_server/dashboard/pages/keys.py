@@ -33,7 +33,7 @@ async def make_key(  # noqa: PLR0913 - one for each field of the form
     days: Days = None,
 ) -> Response:
     """Make a key and show it, this once."""
-    path, valid_s = server.settings.resolved_keys_file(), None if days is None else days * DAY_S
+    path, valid_s = server.settings.resolve_keys_file(), None if days is None else days * DAY_S
     made = await _change(viewer, lambda: keys.add(path, name.strip(), scope=scope, is_admin=is_admin, valid_s=valid_s))
     server.keys.read_now()
     found = server.keys.find(made)
@@ -48,7 +48,7 @@ async def set_expiry(
 ) -> Response:
     """Let a key expire after some days from now."""
     key = _require_key(request, server, key_id)
-    path = server.settings.resolved_keys_file()
+    path = server.settings.resolve_keys_file()
     await _change(viewer, lambda: keys.set_expiry(path, key.hashed, days * DAY_S))
     server.keys.read_now()
     await server.audit.note("key_expiry_set", key.name, key_id=key.id, days=days, by=viewer.owner)

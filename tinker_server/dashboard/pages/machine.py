@@ -19,7 +19,7 @@ from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
 from tinker_server.offload import LARGE, off_loop
-from tinker_server.routes.metrics_collect import loaded
+from tinker_server.routes.metrics_collect import distinct
 from tinker_server.store.catalog import Page, Scope
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.machine_history import KEPT_S
@@ -86,7 +86,7 @@ async def download_trace(session_id: str, server: Server, viewer: Viewing, url: 
 
 async def _now(server: Services, viewer: Viewer) -> dict[str, object]:
     queues = await _queues(server, viewer)
-    states = [await _state(name, base, queues, viewer) for name, base in loaded(dict(server.models.served)).items()]
+    states = [await _state(name, base, queues, viewer) for name, base in distinct(dict(server.models.served)).items()]
     disk = await off_loop(viewer.owner, LARGE, shutil.disk_usage, server.settings.data_dir)
     gpus = await off_loop(viewer.owner, LARGE, server.backend.gpus)
     saved = await server.catalog.storage(viewer.owner, None, time.time())

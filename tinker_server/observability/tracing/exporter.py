@@ -49,7 +49,7 @@ class Exporter:
         accepted_ns = round(operation.accepted_at * 1e9)
         parent = TraceContextTextMapPropagator().extract({"traceparent": operation.traceparent}, Context())
         attributes = _attributes(operation)
-        with self._ids.derived_from(operation.request_id):
+        with self._ids.derive_ids(operation.request_id):
             root = self._tracers["server"].start_span(
                 operation.operation_kind, parent, SpanKind.SERVER, attributes, start_time=accepted_ns
             )
@@ -90,7 +90,7 @@ class _Ids(RandomIdGenerator):
         self._request_id = ""
 
     @contextlib.contextmanager
-    def derived_from(self, request_id: str) -> Iterator[None]:
+    def derive_ids(self, request_id: str) -> Iterator[None]:
         """Derive the ids of the root span made in the block from a request_id, a random UUID in hexadecimal digits."""
         self._request_id = request_id
         try:

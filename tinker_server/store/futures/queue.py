@@ -74,7 +74,7 @@ class FutureQueue:
 
     async def start(self) -> list[Operation]:
         """Start writing; return the operations that an earlier server left unfinished."""
-        left = await self._rows.queued()
+        left = await self._rows.read_queue()
         for operation in left:
             self._add(operation)
             notify(self._observers.accepted, operation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from api_schemas.base import Request
-from tinker_server.errors import failure, shortened
+from tinker_server.errors import failure, shorten
 from tinker_server.store.records import Step
 
 log = logging.getLogger(__name__)
@@ -112,5 +112,5 @@ class Result:
     @classmethod
     def of_failure(cls, operation: Operation, error: Exception) -> "Result":
         """Log that an operation failed, and return its result."""
-        log.info("%s failed: %s", operation, shortened(str(error)))
+        log.info("%s failed: %s", operation, shorten(str(error)))
         return cls.of_error(error)

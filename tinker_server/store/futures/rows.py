@@ -45,7 +45,7 @@ class FutureRows:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def queued(self) -> list[Operation]:
+    async def read_queue(self) -> list[Operation]:
         """Return the operations without a result, in order of arrival, without their bodies."""
         size = images.stored_bytes().label("size_bytes")
         columns = (
@@ -176,8 +176,8 @@ class FutureRows:
     async def finish(self, results: list[tuple[str, Result]]) -> None:
         """Store results by request_id, unless there is one already."""
         change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
-        kept = [_finished_columns(*result) for result in results if _may_run_again(result[1])]
-        done = [_finished_columns(*result) | {"request": b""} for result in results if not _may_run_again(result[1])]
+        kept = [_make_result_columns(*result) for result in results if _may_run_again(result[1])]
+        done = [_make_result_columns(*result) | {"request": b""} for result in results if not _may_run_again(result[1])]
         async with self._db.write_rows() as connection:
             for rows in filter(None, (kept, done)):
                 await connection.execute(change, rows)
@@ -219,7 +219,7 @@ class FutureRows:
         """Return the largest position in a log that was given; 0 if there is none."""
         return await self._db.look(replay_log.last_position)
 
-    async def logged(self, model_id: str, after: int) -> list[replay_log.Entry]:
+    async def read_log(self, model_id: str, after: int) -> list[replay_log.Entry]:
         """Return a page of a model's log, in order, after a position."""
         return await self._db.look(lambda session: replay_log.entries(session, model_id, after))
 
@@ -274,7 +274,7 @@ def _may_run_again(result: Result) -> bool:
     return result.position is not None and result.failure_category is None
 
 
-def _finished_columns(request_id: str, result: Result) -> dict[str, object]:
+def _make_result_columns(request_id: str, result: Result) -> dict[str, object]:
     return {
         "id": request_id,
         "position": result.position,

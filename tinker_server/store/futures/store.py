@@ -48,7 +48,7 @@ class FutureStore:
     ) -> None:
         """`recent_bytes`: results cached in memory."""
         observers = observers or Observers()
-        observers.stored.insert(0, self._stored)
+        observers.stored.insert(0, self._note_stored)
         self.rows = FutureRows(db)
         self.queue = FutureQueue(self.rows, clock, max_result_bytes, observers)
         self.fetched = FetchedResults(db)
@@ -73,11 +73,11 @@ class FutureStore:
         with contextlib.suppress(DatabaseUnavailable):  # what is lost stays until its time is over
             await self.fetched.save()
 
-    async def logged(self, model_id: str) -> AsyncIterator[Entry]:
+    async def read_log(self, model_id: str) -> AsyncIterator[Entry]:
         """Yield the log of a model in order, with what is still on its way to the database."""
         await self.queue.flush()
         after = 0
-        while page := await self.rows.logged(model_id, after):
+        while page := await self.rows.read_log(model_id, after):
             for entry in page:
                 yield entry
             after = page[-1].position
@@ -165,7 +165,7 @@ class FutureStore:
         for request_id in request_ids:
             self._recent.pop(request_id)
 
-    def _stored(self, request_id: str, result: Result) -> None:
+    def _note_stored(self, request_id: str, result: Result) -> None:
         self._recent.put(request_id, result)
         self.changes.note(result.owner)
         self.completions.note(request_id, result)

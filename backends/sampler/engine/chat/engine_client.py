@@ -20,11 +20,11 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
 from backends.sampler.engine.adapters import Version
-from backends.sampler.engine.answers import check_finite, diverged
+from backends.sampler.engine.answers import check_finite, divergence_error
 from backends.sampler.engine.chat.prompts import MODEL_INPUT
 from backends.sampler.engine.fair_admission import FairAdmission
 from backends.sampler.engine.grammars import STEP_S, Grammars
-from backends.sampler.engine.requests import Prompt, derived_seed
+from backends.sampler.engine.requests import Prompt, derive_seed
 from backends.sampler.engine.sequences import Sequences
 from backends.sampler.engine.versions import VersionCache
 
@@ -68,7 +68,7 @@ class ChatEngine:
         """True if the request asks for its prompt and no token more."""
         return self._task.endpoint == "completions" and self._task.body.get("max_tokens") == 0
 
-    def sampled(self) -> tuple[tuple[api.SampleRequest, api.SampleResponse], ...]:
+    def samples(self) -> tuple[tuple[api.SampleRequest, api.SampleResponse], ...]:
         """Return the samples, as ChatUsage has them."""
         return tuple(found for record in self._records if (found := record.read()) is not None)
 
@@ -132,7 +132,7 @@ class ChatEngine:
                     try:
                         check_finite(output)
                     except FloatingPointError as error:
-                        raise diverged(error, task.weights) from None
+                        raise divergence_error(error, task.weights) from None
                     if output.outputs[0].finish_reason not in (None, "stop", "length"):
                         raise BackendFailed(f"the engine ended a sequence with {output.outputs[0].finish_reason}")
                     _sort_likeliest(output)
@@ -194,7 +194,7 @@ def params_of_sequence(
     """Return a handler's parameters for its sequence `index`, as `requests.sampling_params` does for a task."""
     own = params.clone()
     own.n = 1
-    own.seed = None if params.seed is None else derived_seed(params.seed, index)
+    own.seed = None if params.seed is None else derive_seed(params.seed, index)
     own.ignore_eos = True  # our end tokens replace the engine's
     own.stop_token_ids = list(dict.fromkeys([*end_tokens, *(params.stop_token_ids or ())]))
     own.logprobs = params.logprobs or 0  # always, so that diverged weights are found
@@ -233,12 +233,12 @@ class Record:
         if self._left_bytes < 0:
             return None
         params = api.SamplingParams(temperature=self._params.temperature, seed=self._params.seed)
-        sequences = [_recorded(*self._sampled[index], end) for index, end in sorted(self._ends.items())]
+        sequences = [_make_sequence(*self._sampled[index], end) for index, end in sorted(self._ends.items())]
         request = api.SampleRequest(prompt=self._prompt, sampling_params=params, num_samples=self._params.n)
         return request, api.SampleResponse(sequences=sequences)
 
 
-def _recorded(tokens: list[int], logprobs: list[float], end: str) -> api.SampledSequence:
+def _make_sequence(tokens: list[int], logprobs: list[float], end: str) -> api.SampledSequence:
     return api.SampledSequence(
         stop_reason="stop" if end == "stop" else "length",
         tokens=np.array(tokens, np.int32),

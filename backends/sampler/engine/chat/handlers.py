@@ -24,7 +24,7 @@ from backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, 
 from backends.sampler.engine.chat.conversations import Conversations
 from backends.sampler.engine.chat.engine_client import ChatEngine, Shared
 from backends.sampler.engine.chat.prompts import chat_renderer
-from backends.sampler.engine.chat.requests import parsed
+from backends.sampler.engine.chat.requests import parse
 
 log = logging.getLogger(__name__)
 _CALLS: dict[
@@ -95,7 +95,7 @@ class Chats:
                 raise
             except Exception as error:
                 raise engine.failure or _refusal(create_error_response(error), error) from error
-            return replace(engine.usage, drawn=engine.sampled())
+            return replace(engine.usage, drawn=engine.samples())
 
     async def _answer(self, task: ChatTask, engine: ChatEngine, emit: Callable[[str], None]) -> None:
         if self._is_harmony and task.endpoint != "completions":
@@ -108,7 +108,7 @@ class Chats:
             raise InvalidInput("tools: the model's chat template teaches it no calls that this server can read")
         handler = copy.copy(self._handlers[task.endpoint])
         handler.engine_client, handler.models = engine, _Names(task.body["model"])
-        request = await asyncio.to_thread(parsed, task)  # thousands of messages take a second
+        request = await asyncio.to_thread(parse, task)  # thousands of messages take a second
         answer = await _CALLS[task.endpoint](handler, request)
         if isinstance(answer, ErrorResponse):
             raise engine.failure or _refusal(answer)

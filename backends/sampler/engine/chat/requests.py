@@ -24,7 +24,7 @@ _REQUESTS: dict[ChatEndpoint, type[BaseModel]] = {
 _LISTS = ("list", "tuple", "set", "frozenset")
 
 
-def parsed(task: ChatTask) -> BaseModel:
+def parse(task: ChatTask) -> BaseModel:
     """Return the vendor's request. Raises InvalidInput naming the first error."""
     try:
         request: BaseModel = _validator(_REQUESTS[task.endpoint]).validate_python(task.body)

@@ -29,7 +29,7 @@ _QUERIES = ("q", "k", "v")
 """As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
 
 
-def packed_config(names: Collection[str]) -> dict[str, object]:
+def make_quantization_config(names: Collection[str]) -> dict[str, object]:
     """Return the quantization_config of a model whose tensors of these names stay in fp8."""
     return {"quant_method": METHOD, _STAYING: sorted(names)}
 

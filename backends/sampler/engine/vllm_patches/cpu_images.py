@@ -22,7 +22,7 @@ from backends.sampler.engine.vllm_patches import targets
 
 
 def _with_images(build: Callable[..., CPUAttentionMetadata]) -> Callable[..., CPUAttentionMetadata]:
-    def built(
+    def build_metadata(
         self: CPUAttentionMetadataBuilder,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
@@ -33,7 +33,7 @@ def _with_images(build: Callable[..., CPUAttentionMetadata]) -> Callable[..., CP
         metadata.images = None if images is None else (images[0], build(self, 0, images[1]))
         return metadata
 
-    return built
+    return build_metadata
 
 
 def _images(step: CommonAttentionMetadata) -> tuple[Tensor, CommonAttentionMetadata] | None:

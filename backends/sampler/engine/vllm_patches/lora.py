@@ -73,7 +73,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
             if isinstance(module, FusedMoEWithLoRA):
                 stacks = [lora_model.loras.pop(f"{layer}.{matrix}", None) for matrix in EXPERT_STACKS.values()]
                 if any(stacks):
-                    lora_model.loras[layer] = _packed(stacks, layer)
+                    lora_model.loras[layer] = _pack_experts(stacks, layer)
             elif (parts := engine_slices(layer)) and parts[0] in lora_model.loras:
                 found = [lora_model.loras.pop(part, None) for part in parts]
                 found += [None] * (module.n_slices - len(parts))
@@ -81,7 +81,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
         super()._create_merged_loras_inplace(lora_model)
 
 
-def _packed(stacks: list[LoRALayerWeights | None], layer: str) -> PackedLoRALayerWeights:
+def _pack_experts(stacks: list[LoRALayerWeights | None], layer: str) -> PackedLoRALayerWeights:
     """Return w1, w2 and w3 of a layer's experts in one; without a gate there is no w3, and vLLM wants w1 again."""
     first, down, up = stacks
     packed = PackedLoRALayerWeights.pack_moe_stacked([first, down, up or first], layer)

@@ -72,17 +72,15 @@ def move_attributes(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in _REGISTERED:
-                vars(module)[name] = _moved(value, device)
+                vars(module)[name] = _move(value, device)
 
 
-def _moved(value: object, device: torch.device) -> object:
+def _move(value: object, device: torch.device) -> object:
     match value:
         case nn.Parameter():
             return value
         case Tensor():
             return value.to(device)
         case list():
-            return (
-                [_moved(item, device) for item in value] if any(isinstance(item, Tensor) for item in value) else value
-            )
+            return [_move(item, device) for item in value] if any(isinstance(item, Tensor) for item in value) else value
     return value

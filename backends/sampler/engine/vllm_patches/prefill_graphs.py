@@ -63,15 +63,15 @@ def capture_both_kinds() -> None:
             return
         config, sizes = manager.compilation_config, manager.compilation_config.cudagraph_capture_sizes
 
-        def listed(mode: CUDAGraphMode, of_sizes: list[int]) -> tuple[Graphs, Candidates]:
+        def list_for(mode: CUDAGraphMode, of_sizes: list[int]) -> tuple[Graphs, Candidates]:
             manager.cudagraph_mode, config.cudagraph_capture_sizes = mode, of_sizes
             manager._candidates = {}
             list_graphs(manager)
             return manager._capture_descs[CUDAGraphMode.FULL], manager._candidates
 
         try:
-            any_step, for_any = listed(CUDAGraphMode.FULL, [size for size in TOKENS if size <= max(sizes)])
-            decoding, for_decoding = listed(CUDAGraphMode.FULL_DECODE_ONLY, sizes)
+            any_step, for_any = list_for(CUDAGraphMode.FULL, [size for size in TOKENS if size <= max(sizes)])
+            decoding, for_decoding = list_for(CUDAGraphMode.FULL_DECODE_ONLY, sizes)
         finally:
             manager.cudagraph_mode, config.cudagraph_capture_sizes = CUDAGraphMode.FULL, sizes
         largest_first = sorted([*any_step, *decoding], key=lambda graph: -graph.num_tokens)

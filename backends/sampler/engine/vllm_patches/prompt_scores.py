@@ -77,7 +77,7 @@ class ScoredTokens:
     logprobs_PC: Tensor
 
     @classmethod
-    def asked_by(cls, params: SamplingParams, num_rows: int, device: torch.device) -> "ScoredTokens | None":
+    def from_params(cls, params: SamplingParams, num_rows: int, device: torch.device) -> "ScoredTokens | None":
         """Return empty ones for a request's SamplingParams; None where they ask for none."""
         asked: Asked | None = (params.extra_args or {}).get(KEY)
         if asked is None:
@@ -136,7 +136,7 @@ def scoring_step_v1(runner: "GPUModelRunner", vllm_step: StepV1, prompt_rows: Pr
             if num_tokens is None or num_rows == 0:
                 continue
             if req_id not in in_flight:
-                asked = ScoredTokens.asked_by(request.sampling_params, num_rows, hidden_states.device)
+                asked = ScoredTokens.from_params(request.sampling_params, num_rows, hidden_states.device)
                 if asked is None:
                     continue
                 in_flight[req_id] = asked
@@ -212,7 +212,7 @@ class ScoringWorker(PromptLogprobsWorker):  # type: ignore[misc]
             if req_id not in self._params or first >= end:
                 continue
             if req_id not in self._in_flight:
-                asked = ScoredTokens.asked_by(self._params[req_id], num_rows, hidden_states.device)
+                asked = ScoredTokens.from_params(self._params[req_id], num_rows, hidden_states.device)
                 assert asked is not None
                 self._in_flight[req_id] = asked
             offset = int(input_batch.query_start_loc_np[index])

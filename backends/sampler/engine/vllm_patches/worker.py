@@ -99,14 +99,14 @@ class Worker(VllmWorker):  # type: ignore[misc]
             if current_platform.is_cpu():
                 share_on_cpu()
                 self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
-        with self._made_for_context():
+        with self._use_served_context():
             super().load_model(**kwargs)
         mark(self.model_runner.get_model())
         for patch in of_kinds.OF_MODEL:
             patch(self.model_runner.get_model())
 
     @contextmanager
-    def _made_for_context(self) -> Iterator[None]:
+    def _use_served_context(self) -> Iterator[None]:
         """Inside, the longest sequence is the served context: some rotary embeddings (longrope) take other frequencies
         beyond a length, and would for the one token more that is never computed."""
         model_config = self.vllm_config.model_config

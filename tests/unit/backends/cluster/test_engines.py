@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backends.cluster.engines import RemoteEngines, described, gpus_of_engines, require_possible
+from backends.cluster.engines import RemoteEngines, gpus_of_engines, make_engine_spec, require_possible
 from backends.cluster.offer import Offer
 from backends.config import BackendConfig
 from backends.model_spec import ModelSpec, Placement
@@ -94,7 +94,7 @@ def test_a_machine_gets_as_many_engines_as_it_has_gpus_for() -> None:
 
 def test_an_engine_there_knows_its_machines_paths_and_numbers() -> None:
     _, spec = served(device="cuda", compiled_dir=Path("/here/compiled"))
-    there = described(spec, offer(80, 80), "/models/b", (1,), 7)
+    there = make_engine_spec(spec, offer(80, 80), "/models/b", (1,), 7)
     assert (there.directory, there.engine, there.placement.engines) == ("/models/b", 7, ((1,),))
     assert there.scratch_dir == Path("/data/engine-7") and there.compiled_dir == Path("/data/compiled")
     assert there.received_dir == Path("/data/received") and spec.received_dir is None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from backends.cluster import fetching
-from backends.cluster.fetching import fetched, give
+from backends.cluster.fetching import fetch_files, give
 from backends.cluster.handshake import accept
 from backends.formats.model_files import fingerprint
 from backends.protocol import BackendFailed
@@ -90,16 +90,16 @@ def content(directory: Path) -> dict[str, bytes]:
 
 async def test_files_arrive_once(model: Path, tmp_path: Path) -> None:
     async with giving(model) as (address, streams):
-        directory = await fetched(address, TOKEN, "a", tmp_path)
+        directory = await fetch_files(address, TOKEN, "a", tmp_path)
         assert content(directory) == content(model) and directory.name == fingerprint(model)
-        assert await fetched(address, TOKEN, "another name", tmp_path) == directory
+        assert await fetch_files(address, TOKEN, "another name", tmp_path) == directory
     assert streams[0].sent > 5 << 20 and streams[1].sent < 1 << 16
     assert len(names(tmp_path)) == len(names(model))  # without the weights of another kind, and with the directory
 
 
 async def test_what_has_arrived_is_not_sent_again(model: Path, tmp_path: Path) -> None:
     async with giving(model, 2 << 20, 2 << 20) as (address, streams):
-        directory = await fetched(address, TOKEN, "a", tmp_path)
+        directory = await fetch_files(address, TOKEN, "a", tmp_path)
     assert content(directory) == content(model)
     assert len(streams) == 3 and sum(one.sent for one in streams) < (5 << 20) + (1 << 16) + 2 * fetching._PIECE_BYTES
 
@@ -109,20 +109,20 @@ async def test_a_file_whose_last_byte_has_arrived_is_only_checked(model: Path, t
     arrived.parent.mkdir()
     shutil.copy(model / "model.safetensors", arrived)
     async with giving(model) as (address, streams):
-        directory = await fetched(address, TOKEN, "a", tmp_path)
+        directory = await fetch_files(address, TOKEN, "a", tmp_path)
     assert content(directory) == content(model) and streams[0].sent < 1 << 16
 
 
 async def test_a_connection_that_brings_nothing_is_not_tried_forever(model: Path, tmp_path: Path) -> None:
     async with giving(model, *[1000] * 10) as (address, streams):
         with pytest.raises(BackendFailed, match="the server has closed the connection at byte"):
-            await fetched(address, TOKEN, "a", tmp_path)
+            await fetch_files(address, TOKEN, "a", tmp_path)
     assert len(streams) < 5
 
 
 async def test_a_file_that_is_spoilt_on_its_way_is_sent_again(model: Path, tmp_path: Path) -> None:
     async with giving(model, spoiled=3 << 20) as (address, streams):
-        directory = await fetched(address, TOKEN, "a", tmp_path)
+        directory = await fetch_files(address, TOKEN, "a", tmp_path)
     assert content(directory) == content(model) and len(streams) == 2
 
 
@@ -133,7 +133,7 @@ async def test_a_model_without_room_is_refused_with_numbers(
     monkeypatch.setattr(fetching, "_SPARE_BYTES", free - (2 << 20))
     async with giving(model) as (address, _):
         with pytest.raises(BackendFailed) as caught:
-            await fetched(address, TOKEN, "a/model", tmp_path)
+            await fetch_files(address, TOKEN, "a/model", tmp_path)
     assert re.search(r"0\.00 GiB of model a/model are missing, and .* has [\d.]+ GiB free", str(caught.value))
     assert not [name for name in names(tmp_path) if "safetensors" in name]
 
@@ -141,4 +141,4 @@ async def test_a_model_without_room_is_refused_with_numbers(
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other", "a/../../b"])
 def test_a_file_stays_within_its_model(name: str) -> None:
     with pytest.raises(BackendFailed, match="outside its model"):
-        fetching._checked(name)
+        fetching._require_inside(name)

@@ -11,7 +11,7 @@ import pytest
 
 from backends.cluster.handshake import Connection, Unreachable, accept, connect
 from backends.cluster.join import until_answered
-from backends.cluster.token import made_token, read_token
+from backends.cluster.token import make_token, read_token
 from backends.cluster.versions import differences, versions
 from backends.protocol import BackendFailed
 from tests.cluster.connections import serving
@@ -135,9 +135,9 @@ async def test_garbage_at_the_port_is_no_connection() -> None:
 
 def test_the_token_is_made_once_and_only_its_user_may_read_it(tmp_path: Path) -> None:
     path = tmp_path / "data/token"
-    token = made_token(path)
+    token = make_token(path)
     assert len(token) == 64 and path.stat().st_mode & 0o777 == 0o600
-    assert made_token(path) == read_token(path) == token
+    assert make_token(path) == read_token(path) == token
     path.chmod(0o640)
     with pytest.raises(BackendFailed, match=f"others may read the token file {path}: chmod 600"):
         read_token(path)

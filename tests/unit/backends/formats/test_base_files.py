@@ -14,7 +14,7 @@ from backends.base_weights.mapped import Files
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models
 from backends.configure.memory_plan import Machine
-from backends.formats.base_files import link_files, needed_files, weight_files
+from backends.formats.base_files import find_needed_files, link_files, weight_files
 from backends.formats.model_files import check_tokenizer, count_parameters, fingerprint, tensor_bytes
 from backends.protocol import BackendFailed
 from tests.layouts import INDEX, SHARDS, add_mistrals_layout, split
@@ -44,7 +44,8 @@ def test_a_second_layout_of_the_same_model_is_read_by_nobody(tiny_text: Path, co
     with Files(copy, torch.float32) as files:
         assert sorted(files.names()) == sorted(tensor_bytes(tiny_text))
     assert (
-        not {"consolidated.safetensors", "params.json", "tekken.json", "tokenizer.model.v3"} & needed_files(copy).keys()
+        not {"consolidated.safetensors", "params.json", "tekken.json", "tokenizer.model.v3"}
+        & find_needed_files(copy).keys()
     )
 
 
@@ -54,13 +55,13 @@ def test_links_have_all_that_config_tokenizer_and_processor_consist_of(tiny_vl: 
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates/tools.jinja").write_text("{{ tools }}")
     (source / "README.md").write_text("A model.")
-    links = link_files(needed_files(source), tmp_path / "links")
+    links = link_files(find_needed_files(source), tmp_path / "links")
     found = {path.relative_to(links).as_posix() for path in links.rglob("*") if path.is_file()}
     wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     assert found == wanted - {"README.md"}
     (links / "stale.json").touch()
-    assert link_files(needed_files(links), tmp_path / "again") and fingerprint(links) == fingerprint(source)
-    assert link_files(needed_files(source), links) and not (links / "stale.json").exists()
+    assert link_files(find_needed_files(links), tmp_path / "again") and fingerprint(links) == fingerprint(source)
+    assert link_files(find_needed_files(source), links) and not (links / "stale.json").exists()
 
 
 def test_a_snapshot_of_the_hub_is_linked_through_its_own_links(tiny_text: Path, tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_a_snapshot_of_the_hub_is_linked_through_its_own_links(tiny_text: Path, 
     for file in tiny_text.iterdir():
         shutil.copyfile(file, tmp_path / file.name)
         (snapshot / file.name).symlink_to(f"../../{file.name}")
-    links = link_files(needed_files(snapshot), tmp_path / "elsewhere/links")
+    links = link_files(find_needed_files(snapshot), tmp_path / "elsewhere/links")
     assert fingerprint(links) == fingerprint(tiny_text)
     check_tokenizer(links)
 
@@ -146,5 +147,5 @@ def test_an_index_that_is_left_over_from_removed_shards_is_no_second_set(
     shards = {"model.norm.weight": SHARDS[0]}
     (copy / INDEX).write_text(json.dumps({"weight_map": shards}))
     assert weight_files(copy) == [copy / "model.safetensors"]
-    assert INDEX not in needed_files(copy)  # by which vLLM would leave the weights out
+    assert INDEX not in find_needed_files(copy)  # by which vLLM would leave the weights out
     assert fingerprint(copy) == fingerprint(tiny_text)

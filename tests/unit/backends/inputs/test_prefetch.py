@@ -109,7 +109,7 @@ def test_prefetched_work_runs_beside_the_caller():
 def test_nothing_starts_while_paused_and_everything_afterwards():
     prefetcher: Prefetcher[None] = Prefetcher(100)
     started = threading.Event()
-    with prefetcher.paused():
+    with prefetcher.pause():
         prefetcher.start("a", 1, started.set)
         assert not started.wait(0.2)
     assert prefetcher.take("a") is None and started.is_set()

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backends.kernels import varlen_attention as packed
 from backends.kernels.plain_attention import plain_attention
-from backends.kernels.varlen_attention import Span, packed_attention, padded_length
+from backends.kernels.varlen_attention import Span, packed_attention, round_up_length
 from backends.protocol import BackendFailed
 from backends.trainer.model import attention
 from tests.attention import (
@@ -243,7 +243,7 @@ def test_a_microbatch_whose_lengths_only_the_device_knows_has_no_long_sample(fla
 
 def test_samples_are_padded_by_an_eighth_at_most_and_to_few_lengths():
     lengths = [*range(1, 70_000, 7)]
-    padded = [padded_length(length) for length in lengths]
+    padded = [round_up_length(length) for length in lengths]
     assert all(length <= size < 1.125 * length + 1 for length, size in zip(lengths, padded, strict=True))
     assert len({size for size in padded if 4096 <= size <= 65536}) == 4 * 8 + 1
 

@@ -23,7 +23,7 @@ class Process:
         work = Suspect(owner)
         try:
             while not work.is_culprit:
-                async with self.isolation.admitted(work, self.running) as crash:
+                async with self.isolation.admit(work, self.running) as crash:
                     self._inside.add(name)
                     await asyncio.sleep(0.01)
                     if deadly and not crash.is_set():
@@ -34,7 +34,7 @@ class Process:
                     self._inside.discard(name)
                     if not crash.is_set():
                         return True
-                    self.isolation.crashed(crash)
+                    self.isolation.note_crash(crash)
             return False
         finally:
             self.isolation.release(work)
@@ -62,7 +62,7 @@ async def _order(*, is_exclusive: bool) -> list[str]:
     isolation, found = CrashIsolation(is_exclusive=is_exclusive), list[str]()
 
     async def work(name: str, suspect: Suspect) -> None:
-        async with isolation.admitted(suspect, lambda: asyncio.sleep(0.05 if name == "first" else 0)):
+        async with isolation.admit(suspect, lambda: asyncio.sleep(0.05 if name == "first" else 0)):
             found.append(name)
         isolation.release(suspect)
 

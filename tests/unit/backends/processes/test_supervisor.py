@@ -64,7 +64,7 @@ async def test_when_one_dies_the_others_end_and_the_next_caller_starts_all_again
     group.failures = 2
     again = await asyncio.wait_for(asyncio.gather(*(supervised.running() for _ in range(3))), 60)
     assert group.failures == 0 and again[0] is again[1] is again[2] is supervised.children
-    assert await supervised.restarted(0) == 1
+    assert await supervised.wait_for_restart(0) == 1
     assert len(group.started) == 8 and len(group.pids()) == 2
     assert [(one.is_alive, one.restarts) for one in supervised.processes()] == [(True, 1)] * 2
     await supervised.stop()
@@ -92,7 +92,7 @@ async def test_a_group_that_restarts_by_itself_does_not_do_so_after_it_was_stopp
     supervised = Supervisor("two", group.start, group.prepare, restart=restart)
     await supervised.start(ignore_loading)
     os.kill(supervised.children[0].process.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(supervised.restarted(0), 60) == 1
+    assert await asyncio.wait_for(supervised.wait_for_restart(0), 60) == 1
     os.kill(supervised.children[1].process.pid, signal.SIGKILL)
     while supervised.is_alive:  # noqa: ASYNC110 - it emits no event
         await asyncio.sleep(0.01)

@@ -241,7 +241,7 @@ def test_a_key_of_a_narrow_scope_opens_no_weights_to_others(tmp_path: Path, scop
     with pytest.raises(BadRequest, match="of the scope all"):
         known.readers("alice", token)
     with pytest.raises(BadRequest, match="of the scope all"):
-        known.readers_by_seal("alice", known.sealed(token))
+        known.readers_by_seal("alice", known.seal(token))
 
 
 @pytest.mark.parametrize(

@@ -328,4 +328,4 @@ async def test_what_is_sent_to_an_unloaded_model_is_not_logged(tmp_path: Path) -
     async with server_with_model(tmp_path / "data") as client:
         await client.services.scheduler.drop(client.model_id)
         assert "create it again" in (await client.error(await client.forward_backward(1)))["error"]
-        assert [entry async for entry in client.services.futures.logged(client.model_id)] == []
+        assert [entry async for entry in client.services.futures.read_log(client.model_id)] == []

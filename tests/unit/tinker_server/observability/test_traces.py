@@ -34,7 +34,7 @@ async def test_a_long_trace_is_whole_and_stalls_nothing(tmp_path: Path) -> None:
             future | {"request_id": f"{i}", "seq_id": i, "created_at": 2.0 + i, "finished_at": 3.0 + i}
             for i in range(NUM_OPERATIONS)
         ]
-        db = Database(services.settings.resolved_database_url())
+        db = Database(services.settings.resolve_database_url())
         async with db.write() as writing:
             await writing.execute(insert(SamplingSessionRow), [sampler])
             await writing.execute(insert(Future), rows)

@@ -75,7 +75,7 @@ class House:
 
     async def steps(self) -> int:
         """Return the trainer's steps of the model, which is brought into memory."""
-        await self.model.loaded()
+        await self.model.ensure_loaded()
         return self.backend.tiny.trainer.steps[self.model_id]
 
 

@@ -124,7 +124,7 @@ async def test_a_repeat_and_a_conflict_store_no_image(db: Database, futures: Fut
 async def test_the_next_server_counts_the_images_of_waiting_bodies(db: Database, futures: FutureStore) -> None:
     waiting = operation(1, IMAGES)
     await futures.queue.enqueue(waiting)
-    (left,) = await FutureRows(db).queued()
+    (left,) = await FutureRows(db).read_queue()
     assert left.size_bytes == len(waiting.body or b"")
 
 

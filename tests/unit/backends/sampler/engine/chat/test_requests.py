@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from backends.protocol import ChatEndpoint, ChatTask, InvalidInput
-from backends.sampler.engine.chat.requests import parsed
+from backends.sampler.engine.chat.requests import parse
 from tinker_server.chat.bounds import MAX_STOPS
 
 USER = {"role": "user", "content": "hello"}
@@ -24,7 +24,7 @@ WRONG: dict[str, tuple[ChatEndpoint, dict[str, Any]]] = {
 
 
 def read(endpoint: ChatEndpoint, fields: dict[str, Any]) -> Any:
-    return parsed(ChatTask(endpoint, {"model": "m", "max_tokens": 1, **fields}, None, "somebody"))
+    return parse(ChatTask(endpoint, {"model": "m", "max_tokens": 1, **fields}, None, "somebody"))
 
 
 @pytest.mark.parametrize("name", WRONG)
