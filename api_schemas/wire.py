@@ -107,19 +107,21 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     disagree, or a bound is exceeded."""
     _require_few_parts(body)
     message = _parse(body)
-    _require_bounds(message)
+    config = _config(message)
+    _require_bounds(message, config)
     return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
         forward_only=message.forward_only,
-        forward_backward_input=_input(message),
+        forward_backward_input=_input(message, config),
     )
 
 
 def decode_checked(body: bytes) -> ForwardBackwardInput:
     """Decode the input in a body that `decode_forward_backward` has accepted, without checking its bounds again. Raises
     MalformedBody if bytes and sizes disagree."""
-    return _input(_parse(body))
+    message = _parse(body)
+    return _input(message, _config(message))
 
 
 def _parse(body: bytes) -> pb.ForwardBackwardRequest:
@@ -131,7 +133,7 @@ def _parse(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def _require_bounds(message: pb.ForwardBackwardRequest) -> None:
+def _require_bounds(message: pb.ForwardBackwardRequest, config: dict[str, float | str]) -> None:
     """Bound the cells of sparse tensors together, and each text, and refuse fields of chunks and tensors that are not
     known. Raises MalformedBody."""
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
@@ -140,7 +142,6 @@ def _require_bounds(message: pb.ForwardBackwardRequest) -> None:
         require_few_cells(sum(sparse_cells(list(shape[:3])) for shape in sparse))
     except ValueError as error:
         raise MalformedBody(str(error)) from None
-    config = _config(message)
     texts = [
         ("loss_fn_config", text) for key, value in config.items() for text in (key, value) if isinstance(text, str)
     ]
@@ -171,11 +172,11 @@ def _not_known(number: int, message: Message | type[Message]) -> str:
     return f"field {number} of {message.DESCRIPTOR.name} is not known here"
 
 
-def _input(message: pb.ForwardBackwardRequest) -> ForwardBackwardInput:
+def _input(message: pb.ForwardBackwardRequest, config: dict[str, float | str]) -> ForwardBackwardInput:
     return ForwardBackwardInput.model_construct(
         data=[_datum(index, datum) for index, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
-        loss_fn_config=_config(message) or None,
+        loss_fn_config=config or None,
     )
 
 

@@ -63,10 +63,10 @@ class CrashIsolation:
     async def admit(self, work: Suspect, prepare: Callable[[], Awaitable[P]]) -> AsyncIterator[P]:
         """Wait until the work may run, then for `prepare`, and give the block what that returned."""
         while True:
-            while self._must_wait(work):
+            while self._groups and self._must_wait(work):
                 await self._changed.wait()
             prepared = await prepare()
-            if not self._must_wait(work):
+            if not self._groups or not self._must_wait(work):
                 break
         self._running.add(work)
         work.began_at = time.monotonic()
@@ -79,7 +79,7 @@ class CrashIsolation:
             self._running.discard(work)
 
     def _must_wait(self, work: Suspect) -> bool:
-        if not self._groups or work in self._groups[0]:
+        if work in self._groups[0]:
             return False
         return self._is_exclusive or any(work in group for group in self._groups)
 

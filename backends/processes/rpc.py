@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Never, TypeVar
 
@@ -82,7 +82,7 @@ class _Call:
     """A call that has no answer yet, or just got it."""
 
     on_part: OnPart | None
-    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[Any]
     outcome: str = UNANSWERED
     worked_ns: tuple[int, int] | None = None
     """Times at which the child began and ended it, in Unix nanoseconds."""
@@ -116,7 +116,7 @@ class Child:
         if self.died.is_set():
             raise ChildDied(f"the {self.name} process has ended")
         call_id, asked_ns = next(self._ids), time.time_ns()
-        call = self._calls[call_id] = _Call(on_part)
+        call = self._calls[call_id] = _Call(on_part, asyncio.get_running_loop().create_future())
         answer: asyncio.Future[R] = call.answer
         try:
             self._outbox.send((call_id, command))

@@ -28,25 +28,21 @@ class ProcessSpan:
 
 
 OnSpan = Callable[[ProcessSpan], None]
-_on_span: ContextVar[OnSpan | None] = ContextVar("on_span", default=None)
-
-
-def current_on_span() -> OnSpan | None:
-    """Return the callback that is set here."""
-    return _on_span.get()
+CURRENT: ContextVar[OnSpan | None] = ContextVar("on_span", default=None)
+"""The callback of the running task."""
 
 
 def emit(span: ProcessSpan) -> None:
     """Pass the span of a call that has ended to the callback."""
-    if (on_span := _on_span.get()) is not None:
+    if (on_span := CURRENT.get()) is not None:
         on_span(span)
 
 
 @contextlib.contextmanager
 def spans_to(on_span: OnSpan | None) -> Iterator[None]:
     """Pass the spans of calls in the block, and in tasks that it starts, to this callback, which must not raise."""
-    token = _on_span.set(on_span)
+    token = CURRENT.set(on_span)
     try:
         yield
     finally:
-        _on_span.reset(token)
+        CURRENT.reset(token)

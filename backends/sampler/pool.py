@@ -227,7 +227,9 @@ class SamplerPool:
     async def _child(self, engine: EngineClient) -> Child:
         """Return the engine's process, once there is one. Raises _Moves where it is gone, or does not start and another
         lives."""
-        if engine.supervisor.is_alive or (not self._is_several and not engine.is_gone):
+        if engine.supervisor.is_alive and not engine.is_gone:
+            return engine.supervisor.children[0]
+        if not self._is_several and not engine.is_gone:
             return await engine.running()
         starting = asyncio.create_task(engine.running())
         try:
@@ -264,7 +266,7 @@ class SamplerPool:
 
     def _enter(self, owner: str) -> None:
         self._owners[owner] += 1
-        if self._is_several and len(self._owners) > 1 and (self._sharing is None or self._sharing.done()):
+        if len(self._owners) > 1 and self._is_several and (self._sharing is None or self._sharing.done()):
             name = f"shares of {self._spec.name}"
             self._sharing = asyncio.create_task(self._share_running(), name=name, context=Context())
 

@@ -13,17 +13,18 @@ import time
 from collections.abc import Awaitable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.formats.load_check import LoadCheck
 from backends.model_spec import ModelSpec
+from backends.processes import spans
 from backends.processes.fair_queue import FairQueue
 from backends.processes.launcher import StartRanks, launch_trainer
 from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
-from backends.processes.spans import OnSpan, ProcessSpan, current_on_span, spans_to
+from backends.processes.spans import OnSpan, ProcessSpan, spans_to
 from backends.processes.supervisor import Supervisor, call_all
 from backends.protocol import (
     EncodedBatch,
@@ -57,13 +58,11 @@ class _Request:
 
     model: LoadedModel
     new: commands.NewRequest
+    finished: asyncio.Future[ForwardBackwardOutput]
+    on_span: OnSpan | None
+    """Called with the spans of its microbatches."""
     admitted: bool = False
     """True once the ranks have it."""
-    finished: asyncio.Future[ForwardBackwardOutput] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    on_span: OnSpan | None = field(default_factory=current_on_span)
-    """Called with the spans of its microbatches."""
 
     def finish(self, outcome: ForwardBackwardOutput | Exception) -> None:
         """Set the output or the error."""
@@ -180,7 +179,8 @@ class TrainerClient:
         if model.is_lost:
             return
         async with self._queue.grant(model.owner, model.model_id):
-            await self._end_if_dead()
+            if not self._supervisor.is_alive:
+                await self._end()
             if not model.is_lost:
                 await to_the_end(self._call_or_end(commands.DeleteModel(model.model_id)))
                 self._release(model.model_id)
@@ -190,7 +190,8 @@ class TrainerClient:
     ) -> ForwardBackwardOutput:
         """Implement the protocol; the batch is decoded and checked on the ranks."""
         new = commands.NewRequest(next(self._numbers), model.model_id, model.owner, batch, backward)
-        this = self._requests[new.number] = _Request(model, new)
+        finished = asyncio.get_running_loop().create_future()
+        this = self._requests[new.number] = _Request(model, new, finished, spans.CURRENT.get())
         try:
             while not this.finished.done():
                 async with self._queue.grant(model.owner, model.model_id):
@@ -241,9 +242,10 @@ class TrainerClient:
         del self._requests[this.new.number]
         if this.admitted and not this.finished.done() and not this.model.is_lost:
             async with self._queue.grant(this.model.owner, this.model.model_id):
-                await self._end_if_dead()
                 if self._supervisor.is_alive:
                     await to_the_end(self._call_or_end(commands.CancelRequests((this.new.number,))))
+                else:
+                    await self._end()
 
     async def mark_incomplete(self, model: LoadedModel) -> None:
         """Implement the protocol."""
@@ -294,8 +296,8 @@ class TrainerClient:
         self._grow_later()
 
     async def _revive(self) -> None:
-        await self._end_if_dead()
         if not self._supervisor.is_alive:
+            await self._end()
             await self._supervisor.running()
 
     def _release(self, model_id: str) -> None:
@@ -321,17 +323,13 @@ class TrainerClient:
                 return await to_the_end(self._call_or_end(command))
 
     async def _require(self, model: LoadedModel) -> None:
-        """Raise ModelLost if the model is lost."""
-        await self._end_if_dead()
+        """Raise ModelLost if the model is lost. If a rank has died since the last command, end all of them."""
+        if not self._supervisor.is_alive:
+            await self._end()
         if model.is_lost:
             raise ModelLost(
                 f"{model.model_id} is no longer loaded: create it again, from a checkpoint to go on where it was"
             )
-
-    async def _end_if_dead(self) -> None:
-        """End all ranks if one has died since the last command."""
-        if not self._supervisor.is_alive:
-            await self._end()
 
     async def _end(self) -> None:
         if self._models:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tinker_server.errors import Busy, ShuttingDown
 from tinker_server.models.admission import Admission
 from tinker_server.models.crash_isolation import LeftOperations
-from tinker_server.models.model import Model
+from tinker_server.models.model import Model, NoModel
 from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.store import FutureStore
@@ -17,7 +17,7 @@ class Intake:
     """The bounds of owners, and the functions that run an operation."""
 
     futures: FutureStore
-    run: Callable[[Operation, Model | None, str], Awaitable[Result]]
+    run: Callable[[Operation, Model | NoModel, str], Awaitable[Result]]
     """Runs an operation to its result, on its model unless it is a sample. The text says what the gradient lacks."""
     decode: Callable[[Operation], Operation]
     """Returns the operation with its decoded request."""

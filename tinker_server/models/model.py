@@ -100,6 +100,16 @@ class Log:
         self.is_empty = False
 
 
+class NoModel:
+    """Stands for the model in operations that have none: samples."""
+
+    run = None
+    handle = UNLOADED
+
+
+NO_MODEL = NoModel()
+
+
 class Model:
     """The state of one model, and what moves it between memory and disk."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from api_schemas.sampling import SampleRequest
 from tinker_server.errors import Cancelled
 from tinker_server.models.intake import Intake
+from tinker_server.models.model import NO_MODEL
 from tinker_server.store.futures.records import Operation
 
 
@@ -84,7 +85,7 @@ class Samples:
         task.add_done_callback(end)
 
     async def _run(self, operation: Operation) -> None:
-        result = await self._intake.run(operation, None, "")
+        result = await self._intake.run(operation, NO_MODEL, "")
         self._intake.futures.queue.complete(operation.request_id, result)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from backends.protocol import BackendFailed, InvalidInput, ProcessDied
 from tinker_server.errors import GradientIncomplete
 from tinker_server.models.crash_isolation import LeftOperations
-from tinker_server.models.model import Model
+from tinker_server.models.model import Model, NoModel
 from tinker_server.models.retries import Retries
 from tinker_server.offload import off_loop
 from tinker_server.operations.table import OPERATIONS, decode
@@ -33,9 +33,9 @@ class Runner:
         self._left = left
         self._observers = observers
 
-    async def run(self, operation: Operation, model: Model | None = None, missing: str = "") -> Result:
-        """Run an operation, on its model unless it is a sample. `missing` says what the model's gradient lacks."""
-        is_creation = model is not None and operation.seq_id == 0
+    async def run(self, operation: Operation, model: Model | NoModel, missing: str) -> Result:
+        """Run an operation on its model. `missing` says what the model's gradient lacks."""
+        is_creation = isinstance(model, Model) and operation.seq_id == 0
         retries = Retries(outages=1) if is_creation else Retries()
         work: Work[Any] = Work(operation, operation.request, missing)
         try:
@@ -59,7 +59,7 @@ class Runner:
                 error = GradientIncomplete(f"{error} ({missing})")
             return Result.of_failure(operation, error)
 
-    async def _attempt(self, work: Work[Any], model: Model | None) -> Result:
+    async def _attempt(self, work: Work[Any], model: Model | NoModel) -> Result:
         """Raises InvalidInput, BackendFailed or a TinkerServerError; its text is for the user."""
         operation, kind = work.operation, OPERATIONS[work.operation.operation_kind]
         if operation.body is None:
@@ -68,15 +68,14 @@ class Runner:
             operation = await off_loop(operation.owner, operation.size_bytes, decode, operation)
         work.operation, work.request = operation, operation.request
         queued_s, began_s = max(0.0, time.time() - operation.accepted_at), time.monotonic()
-        worked_s = 0.0 if model is None else model.handle.worked_s
+        worked_before_s = model.handle.worked_s
         try:
-            # A sample, which has no model, asks for none.
-            work.response = response = await kind.run(self._stores, model, work)  # type: ignore[arg-type]
+            work.response = response = await kind.run(self._stores, model, work)
         finally:
-            if model is not None and model.run is not None:
+            if model.run is not None:
                 work.base_model, work.session_id = model.run.base_model, model.run.session_id
         elapsed_s = time.monotonic() - began_s
-        worked_s = 0.0 if model is None else model.handle.worked_s - worked_s
+        worked_s = model.handle.worked_s - worked_before_s
         is_work = operation.operation_kind in TRAINED and 0 < worked_s < elapsed_s
         work.run_s = worked_s if is_work else elapsed_s
         work.waited_s = queued_s + elapsed_s - work.run_s

@@ -31,7 +31,6 @@ from api_schemas.weights import (
     SaveWeightsRequest,
 )
 from tinker_server.errors import BadRequest
-from tinker_server.models.model import Model
 from tinker_server.operations import sampling, training
 from tinker_server.store.futures.observers import Work
 from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, Result
@@ -45,8 +44,8 @@ class OperationKind:
 
     name: str
     request: type[Request]
-    run: Callable[[WeightStores, Model, Work[Any]], Awaitable[Response]]
-    """Carries out an operation."""
+    run: Callable[[WeightStores, Any, Work[Any]], Awaitable[Response]]
+    """Carries out an operation on its model, or on `NO_MODEL`."""
     place: Callable[[Any], tuple[str, int]] = attrgetter("model_id", "seq_id")
     """Returns the lane of a request, and its number there. Raises BadRequest."""
     protobuf_request: Callable[[bytes], Request] | None = None

@@ -5,6 +5,7 @@ and from time to time. In between, what was stored since is added, and nothing i
 """
 
 import asyncio
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -24,6 +25,8 @@ class _Measure:
     part: Part
     stored_bytes: int
     """Bytes that had been stored since the server started."""
+    limit_bytes: int
+    """Largest count of `DiskAccount` up to which the part has room."""
     at: float
     """By the monotonic clock."""
 
@@ -42,11 +45,11 @@ class DiskAccount:
     async def require_room(self, owner: str, more_bytes: int) -> None:
         """Make room for so many bytes of new work if the owner's part is used up. Raises Busy if there is none."""
         measure = self._measures.get(owner)
-        if measure is not None and measure.part.has_room(self._since(owner, measure) + more_bytes):
+        if measure is not None and self._count(owner) + more_bytes <= measure.limit_bytes:
             return
         if measure is None or time.monotonic() - measure.at > AGAIN_S:
             measure = await self._measure(owner, more_bytes)
-        more_bytes += self._since(owner, measure)
+        more_bytes += self._count(owner) - measure.stored_bytes
         if not measure.part.has_room(more_bytes):
             raise Busy(
                 f"{measure.part.describe(owner, more_bytes)}: delete weights, unload models, or fetch results, which"
@@ -61,15 +64,13 @@ class DiskAccount:
         """Delete large results that were fetched a while ago, and measure the owners that have stored anything."""
         await self._futures.expire_large(now)
         for owner, measure in list(self._measures.items()):
-            if self._count_stored(owner) != measure.stored_bytes:
+            if self._count(owner) - self._futures.queue.due_bytes[owner] != measure.stored_bytes:
                 await self._measure(owner, 0)
 
-    def _since(self, owner: str, measure: _Measure) -> int:
-        """Return the bytes that came since, or will as results of what was accepted."""
-        return self._count_stored(owner) - measure.stored_bytes + self._futures.queue.due_bytes[owner]
-
-    def _count_stored(self, owner: str) -> int:
-        return self._futures.queue.stored_bytes[owner] + self._added[owner]
+    def _count(self, owner: str) -> int:
+        """Return the bytes that were stored since the server started, or will be as results of accepted operations."""
+        queue = self._futures.queue
+        return queue.stored_bytes[owner] + queue.due_bytes[owner] + self._added[owner]
 
     async def _measure(self, owner: str, more_bytes: int) -> _Measure:
         began = time.monotonic()
@@ -77,12 +78,13 @@ class DiskAccount:
             known = self._measures.get(owner)
             if known is not None and known.at > began:
                 return known  # measured while this waited
-            stored_bytes = self._count_stored(owner)
+            stored_bytes = self._count(owner) - self._futures.queue.due_bytes[owner]
             part = await self._holdings.part(owner)
             more_bytes += self._futures.queue.due_bytes[owner]
             if not part.has_room(more_bytes) and await self._futures.expire_fetched(
                 owner, part.excess_bytes(more_bytes), self._clock()
             ):
                 part = await self._holdings.part(owner)
-            measure = self._measures[owner] = _Measure(part, stored_bytes, time.monotonic())
+            limit_bytes = math.floor(part.allowed_bytes) - part.held_bytes + stored_bytes
+            measure = self._measures[owner] = _Measure(part, stored_bytes, limit_bytes, time.monotonic())
             return measure

@@ -111,15 +111,12 @@ class FutureRows:
                 for seq_id, kind, status, category in rows
             ]
 
-    async def owner(self, request_id: str) -> str | None:
-        """Return who sent an operation; None for an unknown one."""
+    async def identity(self, request_id: str) -> tuple[str | None, str | None]:
+        """Return the kind and the owner of an operation; None for an unknown operation."""
+        query = select(Future.kind, Future.owner).where(Future.request_id == request_id)
         async with self._db.read() as session:
-            return await session.scalar(select(Future.owner).where(Future.request_id == request_id))
-
-    async def kind(self, request_id: str) -> str | None:
-        """Return the kind of an operation; None for an unknown one."""
-        async with self._db.read() as session:
-            return await session.scalar(select(Future.kind).where(Future.request_id == request_id))
+            row = (await session.execute(query)).one_or_none()
+        return (None, None) if row is None else (row.kind, row.owner)
 
     async def outcome(self, request_id: str, owner: str) -> Outcome | None:
         """Return how an owner's operation ended, without its body, which may be a thousand times as large."""

@@ -110,7 +110,7 @@ class FutureStore:
     async def require_sample(self, request_id: str) -> None:
         """Raise UnknownFuture for an operation that is no sample."""
         operation = self.queue.get(request_id)
-        kind = await self.rows.kind(request_id) if operation is None else operation.operation_kind
+        kind = (await self.rows.identity(request_id))[0] if operation is None else operation.operation_kind
         if kind not in (None, "sample"):
             raise _unknown(request_id)
 
@@ -120,7 +120,7 @@ class FutureStore:
             if operation.result is not None:
                 return
             raise BadRequest(f"{request_id} is {operation.operation_kind}; only samples can be cancelled")
-        if await self.rows.owner(request_id) != owner:
+        if (await self.rows.identity(request_id))[1] != owner:
             raise _unknown(request_id)
 
     def acknowledge(self, lane: str, request_ids: list[str]) -> None:
