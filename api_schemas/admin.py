@@ -12,7 +12,7 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 class AuditEntryInfo(Response):
-    """One audited action."""
+    """An audited action."""
 
     timestamp: AwareDatetime
     """Time of the action."""
@@ -61,7 +61,7 @@ class CheckpointUsage(Response):
 
 
 class UsageEvent(Response):
-    """Usage of one base model by one session in one hour. This server has no prices."""
+    """Usage of a base model by one session in one hour. This server has no prices."""
 
     bucket_start: AwareDatetime
     """Start of the hour."""
@@ -85,7 +85,7 @@ class UsageResponse(Response):
     """Usage within an interval."""
 
     data: list[UsageEvent]
-    """One entry per hour, session, base model and kind."""
+    """An entry per hour, session, base model and kind."""
     sessions: dict[str, UsageSession]
     """The sessions of `data`, by id."""
 
@@ -107,7 +107,7 @@ class StorageUsageResponse(Response):
     """The saved weights that are stored now."""
 
     data: list[StorageUsage]
-    """One entry per project."""
+    """An entry per project."""
 
 
 class TraceExportResponse(Response):

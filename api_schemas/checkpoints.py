@@ -40,7 +40,7 @@ class CheckpointInfo(Response):
 
 
 class CheckpointsResponse(Response):
-    """One page of saved weights."""
+    """A page of saved weights."""
 
     checkpoints: list[CheckpointInfo]
     """The page, newest first."""
@@ -77,7 +77,7 @@ class SearchCheckpointsRequest(Request):
 
 
 class SearchCheckpointsResponse(Response):
-    """One page of the weights found, newest first."""
+    """A page of the weights found, newest first."""
 
     checkpoints: list[CheckpointInfo]
     """The page. It may have fewer than `limit` entries while there are more."""

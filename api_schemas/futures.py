@@ -15,7 +15,7 @@ class UntypedFuture(Response):
     model_id: str | None = None
     """The model of the operation."""
     sample_sequence_ids: list[str] | None = None
-    """One name per requested sample; only for /asample, where the SDK demands it."""
+    """A name per requested sample; only for /asample, where the SDK demands it."""
 
 
 class RetrieveFutureRequest(Request):
@@ -46,7 +46,7 @@ class FutureMetadata(Response):
 
 
 class SamplingSessionTarget(Request):
-    """The samples of one client of a sampling session."""
+    """The samples of a client of a sampling session."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: SamplingSessionId
@@ -68,7 +68,7 @@ class RetrieveFuturesRequest(Request):
 
 
 class FutureCompletion(Response):
-    """One finished operation. Its result or failure is fetched with retrieve_future."""
+    """A finished operation. Its result or failure is fetched with retrieve_future."""
 
     state: Literal["finished", "failed"]
     """Whether the operation has a result or a failure."""

@@ -31,12 +31,12 @@ MAX_CHUNKS = 1 << 14
 QUICK_CHUNKS = 64
 """Chunks of text that are laid out in half a millisecond; more are laid out in a thread."""
 MAX_TENSORS = 32
-"""Largest number of tensors of one datum."""
+"""Largest number of tensors of a datum."""
 MAX_COLUMNS, MAX_CELLS = 1 << 10, 1 << 24
 """Bounds on the columns of targets, to which all tokens of a microbatch are padded, and on the dense cells of a
 request's sparse tensors: a few bytes can describe many."""
 MAX_IMAGE_CHARS = 64 << 20
-"""Characters of one image, encoded: parsing one string is one long call, which stops all threads."""
+"""Characters of an image, encoded: parsing one string is one long call, which stops all threads."""
 _BASE64_SLICE = 1 << 20  # a multiple of 4, so that each slice is valid base64
 
 DTYPES: dict[str, np.dtype[np.generic]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
@@ -291,7 +291,7 @@ class TokenRun(Request):
 
 
 class Datum(Request):
-    """One training example: an input, and the loss's tensors per position."""
+    """A training example: an input, and the loss's tensors per position."""
 
     model_input: ModelInput
     """The model's input."""

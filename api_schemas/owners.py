@@ -48,7 +48,7 @@ class OwnersResponse(Response):
     """All owners that have a key, a run or usage."""
 
     owners: list[OwnerSummary]
-    """One entry for each, by name."""
+    """An entry for each, by name."""
     used_since: AwareDatetime
     """Start of the hour from which tokens are counted."""
 
@@ -80,7 +80,7 @@ class OwnedRun(Response):
 
 
 class OwnedRunsResponse(Response):
-    """One page of the runs of all owners, or of one."""
+    """A page of the runs of all owners, or of one."""
 
     runs: list[OwnedRun]
     """The page, newest first."""

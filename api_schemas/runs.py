@@ -35,7 +35,7 @@ MetricName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class LogMetricsRequest(Request):
-    """Report metrics that the client computed of one step of a run."""
+    """Report metrics that the client computed of a step of a run."""
 
     step: Annotated[Integer, Field(ge=0, lt=2**53)]
     """The client's count of steps. A metric that is reported again for a step replaces the earlier value."""
@@ -44,7 +44,7 @@ class LogMetricsRequest(Request):
 
 
 class TrainingRunsResponse(Response):
-    """One page of training runs."""
+    """A page of training runs."""
 
     training_runs: list[TrainingRunInfo]
     """The page, newest first."""

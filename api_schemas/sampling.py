@@ -93,7 +93,7 @@ class TopkLogprobs(Response):
 
 
 class SampledSequence(Response):
-    """One continuation. `tokens` includes the stop token, or the tokens of the stop string."""
+    """A continuation. `tokens` includes the stop token, or the tokens of the stop string."""
 
     stop_reason: Literal["stop", "length"]
     tokens: np.ndarray

@@ -62,7 +62,7 @@ class FinishSessionRequest(Request):
 
 
 class ListSessionsResponse(Response):
-    """One page of sessions."""
+    """A page of sessions."""
 
     sessions: list[SessionId]
     """Ids, newest first."""
@@ -165,7 +165,7 @@ class SessionSummary(Response):
 
 
 class SearchSessionsResponse(Response):
-    """One page of a search."""
+    """A page of a search."""
 
     sessions: list[SessionSummary]
     """Sessions, newest first."""

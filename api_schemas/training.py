@@ -22,7 +22,7 @@ Layout = Literal["own", "service"]
 
 
 class LoraConfig(Request):
-    """The adapter of one model. Alpha is 32 for every model, so its output is scaled by 32 / rank."""
+    """The adapter of a model. Alpha is 32 for every model, so its output is scaled by 32 / rank."""
 
     rank: Integer
     """Rank of the adapter."""

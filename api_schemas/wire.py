@@ -188,7 +188,7 @@ def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def _merge(message: Message, body: bytes | memoryview) -> None:
-    """Parse a body in pieces of whole fields, which make the same message as one call. Raises DecodeError."""
+    """Parse a body in pieces of whole fields, which make the same message as a single call. Raises DecodeError."""
     if len(body) <= _LONG_CALL_BYTES:
         _merge_at_once(message, body)
         return
@@ -307,7 +307,7 @@ def _require_short_name(entry: memoryview) -> None:
 
 
 class _Field(NamedTuple):
-    """One field of a protobuf message, whose content is not parsed."""
+    """A field of a protobuf message, whose content is not parsed."""
 
     number: int
     encoded: memoryview

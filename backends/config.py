@@ -118,7 +118,7 @@ class BackendConfig(BaseModel):
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """What one process of a model takes of one GPU for one purpose."""
+    """What one process of a model takes of one GPU for a purpose."""
 
     model: str
     gpu: int

@@ -13,7 +13,7 @@ class LRU(Generic[K, V]):
     """Values by key, up to a total size. Safe to use from several threads."""
 
     def __init__(self, max_size: int, size_of: Callable[[V], int] = lambda _: 1, *, evicts: bool = True) -> None:
-        """`size_of` a value is in the unit of `max_size`: bytes, or one each by default.
+        """`size_of` a value is in the unit of `max_size`: bytes, or 1 each by default.
 
         Without `evicts` nothing is evicted until `trim` is called, so that values in use can be held for a while.
         """
@@ -35,7 +35,7 @@ class LRU(Generic[K, V]):
             return self._values.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Cache a value in place of the key's old one. A value larger than the whole cache is not cached."""
+        """Cache a value in place of the key's old value. A value larger than the whole cache is not cached."""
         with self._lock:
             self.pop(key)
             size = self._size_of(value)

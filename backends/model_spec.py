@@ -1,4 +1,4 @@
-"""The description of one served base model, passed whole from configuration to clients, trainer ranks and sampler."""
+"""The description of a served base model, passed whole from configuration to clients, trainer ranks and sampler."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ class Mesh:
     shard: int = 1
     """Ranks that have the base's weights between them (FSDP2)."""
     context: int = 1
-    """Of all these ranks so many consecutive ones compute the same samples, each a slice of a microbatch's tokens."""
+    """Of all these ranks so many consecutive ranks compute the same samples, each a slice of a microbatch's tokens."""
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the ranks are groups of as many as there are slices."""
@@ -43,10 +43,10 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of one base model, and its parts of their memory."""
+    """The GPUs of a base model, and its parts of their memory."""
 
     gpus: tuple[int, ...] = ()
-    """One for each trainer rank, by the server's numbers; none on the CPU."""
+    """A GPU for each trainer rank, by the server's numbers; none on the CPU."""
     trainer_fraction: float = 1.0
     """Part of each of its GPUs that torch may fill in the trainer."""
     sampler_fraction: float = 1.0
@@ -61,7 +61,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(BaseModelInfo):
-    """One served base model, as the server knows it, and with the settings by which trainer and sampler run it.
+    """A served base model, as the server knows it, and with the settings by which trainer and sampler run it.
     BackendConfig explains the settings."""
 
     directory: str
@@ -110,7 +110,7 @@ class ModelSpec(BaseModelInfo):
     """Directory of the weights that were sent to a machine, for all of its engines; None: the engine is on the server's
     own machine."""
     engine: int | None = None
-    """Number of the one engine that this describes; None: it describes all, or the only one."""
+    """Number of the engine that this describes; None: it describes all, or the only one."""
 
     @property
     def base_gpus(self) -> tuple[int | None, ...]:
@@ -124,7 +124,7 @@ class ModelSpec(BaseModelInfo):
         return self.base_dir / ("base.sock" if gpu is None else f"gpu-{gpu}.sock")
 
     def of_engine(self, number: int) -> "ModelSpec":
-        """Return the spec of one engine of several: with its own GPUs and a scratch directory that no other empties."""
+        """Return the spec of an engine of several: with its own GPUs and a scratch directory that no other empties."""
         if len(self.placement.engines) == 1:
             return self
         placement = replace(self.placement, engines=(self.placement.engines[number],))

@@ -27,7 +27,7 @@ OPERATORS = "torch.ops"
 
 @dataclass(frozen=True)
 class Patch:
-    """One internal of another project that is changed, or relied on, here."""
+    """An internal of another project that is changed, or relied on, here."""
 
     name: str
     target: str
@@ -43,7 +43,7 @@ class Patch:
 
     @property
     def state(self) -> State:
-        """Compare the installed source with the one that the change was written for."""
+        """Compare the installed source with the version that the change was written for."""
         source = source_of(self.target)
         if self.how == "added":
             return "as written" if source is None else "changed"
@@ -59,7 +59,7 @@ class Patch:
     def replace(self, new: T, on: object = None, attribute: str | None = None) -> T:
         """Set the target to `new` and return what was there before, or `new` where nothing was.
 
-        `on` names the one object whose attribute is set instead, by the target's last name unless `attribute` is
+        `on` names the object whose attribute is set instead, by the target's last name unless `attribute` is
         another. Raises BackendFailed for a target that is not as written.
         """
         require_as_written([self])

@@ -1,4 +1,4 @@
-"""The one seam between the server and what computes: a trainer and a sampler per base model.
+"""The only seam between the server and what computes: a trainer and a sampler per base model.
 
 `Backend.start` is called first, then anything from any task, and `Backend.stop` last. The server serialises a model's
 training operations by seq_id. Operations of several models may be given at once: the trainer serves owners in turn,
@@ -94,7 +94,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """State of one process of trainer or sampler."""
+    """State of a process of trainer or sampler."""
 
     name: str
     pid: int
@@ -155,7 +155,7 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class GpuState:
-    """State of one GPU of this machine, counting all processes."""
+    """State of a GPU of this machine, counting all processes."""
 
     index: int
     name: str
@@ -329,7 +329,7 @@ class ChatTask:
 
 @dataclass(frozen=True)
 class ChatUsage:
-    """Number of tokens of one request."""
+    """Number of tokens of a request."""
 
     prompt: int = 0
     """Tokens of its prompts, with images expanded."""
@@ -373,7 +373,7 @@ class PromptSize(NamedTuple):
 
 
 class BaseModel(Protocol):
-    """One served base model."""
+    """A served base model."""
 
     @property
     def info(self) -> BaseModelInfo: ...

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run one command of the command line.
+    """Run a command of the command line.
 
     Exit codes: 0 stopped or done, 2 the command or the server failed, 75 it failed for a reason that may pass, 130
     interrupted at start.

@@ -120,7 +120,7 @@ class Unsupported(BadRequest):
 
 
 class LimitReached(BadRequest):
-    """The owner holds as many models, or as many bytes on the disk, as one owner may."""
+    """The owner holds as many models, or as many bytes on the disk, as an owner may."""
 
 
 class ResultTooLarge(BadRequest):

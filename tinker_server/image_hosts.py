@@ -14,7 +14,7 @@ from backends.processes.fair_threads import FairThreads
 from tinker_server.errors import BadRequest
 
 FETCH_S = 10.0
-"""Time limit for one image."""
+"""Time limit for an image."""
 _KINDS = {"image/png", "image/jpeg"}
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     snapshot_every_s: float = Field(default=600, gt=0)
     """Seconds between snapshots of a model in training, from which it is restored after a crash."""
     log_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Bytes of one model's log, which is replayed after a crash. Beyond this, a snapshot is taken."""
+    """Bytes of a model's log, which is replayed after a crash. Beyond this, a snapshot is taken."""
     synchronous: Literal["full", "normal"] = "full"
     """Durability of SQLite: answers survive a power loss (`full`, an fsync for each commit) or only crashes
     (`normal`)."""

@@ -79,7 +79,7 @@ def from_file(path: Path) -> dict[str, Any]:
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both, with the `upper` value where both have one; tables are merged."""
+    """Return both, with the `upper` value where both have a value; tables are merged."""
     both = {**lower, **upper}
     for name in lower.keys() & upper.keys():
         if isinstance(lower[name], Mapping) and isinstance(upper[name], Mapping):
@@ -88,7 +88,7 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_error(error: ValidationError, written: Callable[[str], str]) -> str:
-    """Return one line about the first wrong setting. `written` returns what its author calls the setting."""
+    """Return a line about the first wrong setting. `written` returns what its author calls the setting."""
     problem = error.errors()[0]
     parts = [str(part) for part in problem["loc"]]
     name = next(found for num in (1, 2) if (found := ".".join(parts[:num])) in setting_names())

@@ -45,7 +45,7 @@ class ForwardBackwardJson(Response):
 
 
 class SampledSequenceJson(Response):
-    """One continuation."""
+    """A continuation."""
 
     stop_reason: Literal["stop", "length"]
     """`stop`: ended by a stop token or string; `length`: ended by max_tokens or the context's end."""

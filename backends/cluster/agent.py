@@ -1,6 +1,6 @@
 """An actor on each machine, which starts engines and ranks of trainers there with the launcher. Imports no Ray.
 
-A process gets one end of a connection to the server as its own: what it sends and receives is as on the server's
+A process gets an end of a connection to the server as its own: what it sends and receives is as on the server's
 machine, and nothing lies between.
 """
 
@@ -24,7 +24,7 @@ _LAST_WORDS_S = 0.1
 
 
 class Agent:
-    """Starts and ends the processes of one machine. All of them end with it."""
+    """Starts and ends the processes of a machine. All of them end with it."""
 
     def __init__(self, offer: Offer) -> None:
         restore_environment(offer.environment)

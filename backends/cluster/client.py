@@ -39,7 +39,7 @@ _END_S = 5.0
 
 @dataclass(eq=False)
 class Node:
-    """A machine from when it joins until it leaves or is lost; one that comes back is another."""
+    """A machine from when it joins until it leaves or is lost; a machine that comes back is a new object."""
 
     offer: Offer
     address: str
@@ -109,9 +109,9 @@ class Cluster:
     models: Mapping[str, str]
     """Directories of the served models on this machine, by name."""
     existing: ExistingRay | None = None
-    """The Ray cluster to use in place of one of our own."""
+    """The Ray cluster to use in place of our own."""
     nodes: dict[str, Node] = field(default_factory=dict)
-    """Those that have joined, by name, the lost ones too."""
+    """Those that have joined, by name, lost machines included."""
 
     def __post_init__(self) -> None:
         self._token = ""
@@ -204,7 +204,7 @@ class Cluster:
         await child.call(UseRay(self.existing.address, invitation))
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection to our port."""
+        """Serve a connection to our port."""
         task = asyncio.current_task()
         assert task is not None
         self._serving[task] = writer

@@ -71,7 +71,7 @@ class RemoteEngines:
             )
 
     def _check_sum(self, offer: Offer) -> None:
-        """Raise BackendFailed if the engines of all models do not fit on a GPU: each GPU gets one of each model."""
+        """Raise BackendFailed unless a GPU has room for an engine of each model."""
         specs = {directory: self._pools[name][0] for name, directory in offer.models.items()}
         part = sum(spec.placement.sampler_fraction for spec in specs.values() if spec.device == "cuda")
         if part > 1:
@@ -82,7 +82,7 @@ class RemoteEngines:
     def begin(self, node: Node, start: StartThere) -> None:
         """Implement the protocol."""
         engines = self._engines[node] = []
-        sending: Sending = {}  # one for the machine: each adapter travels once to all of its engines
+        sending: Sending = {}  # shared on the machine: each adapter travels once to all of its engines
         for name, directory in node.offer.models.items():
             spec, pool = self._pools[name]
             for gpus in gpus_of_engines(spec, node.offer):
@@ -99,7 +99,7 @@ class RemoteEngines:
 
 
 def gpus_of_engines(spec: ModelSpec, offer: Offer) -> list[tuple[int, ...]]:
-    """Return the GPUs of each engine of a model on a machine: as many engines as it has GPUs for, one on the CPU."""
+    """Return the GPUs of each engine of a model on a machine: as many engines as it has GPUs for; on the CPU 1."""
     if spec.device == "cpu":
         return [()]
     num, count = spec.tensor_parallel, len(offer.gpu_bytes)

@@ -108,7 +108,7 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
 
 
 async def _read_line(connection: Connection) -> dict[str, Any]:
-    """Return the next line; an empty one if none comes in time."""
+    """Return the next line; an empty dictionary if none comes in time."""
     try:
         async with asyncio.timeout(HANDSHAKE_S):
             return await connection.receive() or {}

@@ -18,7 +18,7 @@ from backends.protocol import BackendFailed
 log = logging.getLogger(__name__)
 LOG = "engines.log"
 FILE_BYTES = 4 << 20
-"""Size at which a new file is begun; one older file stays."""
+"""Size at which a new file is begun; the file before it stays."""
 BACKLOG_BYTES = 64 << 10
 """The most that waits to be sent."""
 LINE_BYTES = 4000
@@ -36,7 +36,7 @@ class Backlog:
         self._filled = asyncio.Event()
 
     def put(self, line: bytes) -> None:
-        """Add a line; the oldest ones leave where there are too many."""
+        """Add a line; the oldest leave where there are too many."""
         self._lines.append(line)
         self._size_bytes += len(line)
         while self._size_bytes > BACKLOG_BYTES:
@@ -45,7 +45,7 @@ class Backlog:
         self._filled.set()
 
     async def get(self) -> str:
-        """Return the next line, or the number of bytes that were left out before it; wait until there is one."""
+        """Return the next line, or the number of bytes that were left out before it; wait for a line."""
         await self._filled.wait()
         if (num := self._left_out_bytes) > 0:
             self._left_out_bytes = 0

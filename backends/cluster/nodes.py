@@ -46,7 +46,7 @@ class Agents:
 
     @contextlib.asynccontextmanager
     async def _agent(self, offer: Offer) -> AsyncIterator[Any]:
-        """Yield the machine's actor. The next caller gets another one if it has died."""
+        """Yield the machine's actor. The next caller gets a new actor if it has died."""
         with _failing(offer.name):
             async with asyncio.timeout(_NODE_S):
                 while (node := await asyncio.to_thread(_node, offer.ray_label)) is None:  # noqa: ASYNC110 - Ray has no event

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Offer:
-    """What one machine has, and how its processes reach the server."""
+    """What a machine has, and how its processes reach the server."""
 
     name: str
     server: str
@@ -44,7 +44,7 @@ class Offer:
         return Path(self.data_dir) / "received"
 
     def scratch_dir(self, engine: int) -> Path:
-        """Return the directory of one engine's weights on this machine."""
+        """Return the directory of an engine's weights on this machine."""
         return Path(self.data_dir) / f"engine-{engine}"
 
 

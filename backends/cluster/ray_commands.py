@@ -1,4 +1,4 @@
-"""Ray's own processes on one machine, as `ray start` starts them. Imports no Ray."""
+"""Ray's own processes on a machine, as `ray start` starts them. Imports no Ray."""
 
 import asyncio
 import contextlib

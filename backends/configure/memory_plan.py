@@ -32,7 +32,7 @@ HOLDER_CONTEXT_BYTES = int(0.6 * GIB)
 PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
-"""Tokens of one step of an engine on CUDA (`sampler/engine/engine.py`)."""
+"""Tokens of a step of an engine on CUDA (`sampler/engine/engine.py`)."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
 _SMALLEST_GRAPH_TOKENS = 256
 
@@ -46,7 +46,7 @@ class Demand:
     models_at_once: int
     """LoRA models of that rank which train at the same time."""
     adapter_slots: int
-    """Adapters of that rank which an engine decodes with at once; it has one more slot, for new weights."""
+    """Adapters of that rank which an engine decodes with at once; it has a spare slot, for new weights."""
     microbatch_tokens: int
     max_sequences: int
     kv_cache_bytes: int | None
@@ -62,7 +62,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Layout:
-    """The GPUs of one model; on the CPU all of them are 0, which stands for the main memory."""
+    """The GPUs of a model; on the CPU all of them are 0, which stands for the main memory."""
 
     trainer: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]
@@ -95,7 +95,7 @@ class MemoryPlan:
     """Bytes of each GPU of which processes get fractions: more than `totals` where others use the rest."""
 
     def of(self, gpu: int, model: str | None = None, process: Process | None = None) -> int:
-        """Return the bytes on a GPU, of all or of one model and process."""
+        """Return the bytes on a GPU, of all or of a model and process."""
         return sum(
             part.size_bytes
             for part in self.parts
@@ -256,7 +256,7 @@ def _parts(size: ModelSize, gpu: int, process: Process, parts: Mapping[str, int]
 
 
 def _sum_parts(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """Add up equal parts of one memory: on the CPU those of several ranks and engines."""
+    """Add up equal parts of a memory: on the CPU those of several ranks and engines."""
     totals: defaultdict[tuple[str, int, Process, str], int] = defaultdict(int)
     for part in parts:
         totals[part.model, part.gpu, part.process, part.name] += part.size_bytes

@@ -1,4 +1,4 @@
-"""The shapes of one base model, and the bytes that follow from them. Knows no machine and no setting.
+"""The shapes of a base model, and the bytes that follow from them. Knows no machine and no setting.
 
 Weights, adapters, slots and KV cache are exact; activations are estimates.
 """
@@ -40,7 +40,7 @@ _HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The shapes of one base model, from which all its bytes follow."""
+    """The shapes of a base model, from which all its bytes follow."""
 
     name: str
     number_bytes: int

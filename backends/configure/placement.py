@@ -50,7 +50,7 @@ so many models."""
 
 @dataclass(frozen=True)
 class _Open:
-    """Values of one attempt for the settings that are absent."""
+    """Values of an attempt for the settings that are absent."""
 
     context: int
     lora_rank: int
@@ -144,7 +144,7 @@ def _bases(config: BackendConfig, device: Device) -> Iterator[_Open]:
 
 
 class _Search:
-    """Lays models out on one machine, and counts them."""
+    """Lays models out on a machine, and counts them."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ def _usable(totals: Sequence[int], layouts: Collection[Layout]) -> tuple[int, ..
 
 
 def _num_used(ranks: int, tensor_parallel: int, is_apart: bool) -> int:
-    """Return the GPUs of a trainer and one engine."""
+    """Return the GPUs of a trainer and an engine."""
     return ranks + tensor_parallel if is_apart else max(ranks, tensor_parallel)
 
 

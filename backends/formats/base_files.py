@@ -43,9 +43,9 @@ _REFUSED = {
     "hf_quant_config.json": "the engine would take the weights for quantised ones, and the trainer would not: name the"
     " quantisation in config.json",
 }
-"""Files that change what a model computes, and that one of its readers passes over."""
+"""Files that change what a model computes, and that a reader ignores."""
 _MAX_NAMES = 3
-"""Names of files listed in one error."""
+"""Names of files listed in an error."""
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Published fp8 in blocks: a scale for every 128 by 128 numbers of a matrix, in a tensor of its own beside it.
 
-Trainer, engine and the holder of a base dequantise with the one function here: so all compute with the same numbers.
+Trainer, engine and the holder of a base dequantise with the function here: so all compute with the same numbers.
 They do so with each tensor as it is read, or, if the base stays in fp8, for each product. Then numbers and scales of a
 matrix are one tensor of bytes, packed, which all code that hands weights on can take for a weight. Knows neither
 transformers nor vLLM.
@@ -66,7 +66,7 @@ def require_known(quantisation: Mapping[str, object], source: str) -> None:
 
 
 def check_files(directory: Path, source: str) -> None:
-    """Raise BackendFailed, naming the tensor, unless every one in fp8 has a scale for each of its blocks, and every
+    """Raise BackendFailed, naming the tensor, unless every tensor in fp8 has a scale for each of its blocks, and every
     scale has its tensor. Reads the files' headers."""
     layouts = tensor_layouts(directory)
     for name, (kind, shape) in sorted(layouts.items()):
@@ -165,7 +165,7 @@ def joined(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, staying: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the files' tensors by name, those in fp8 as soon as their scale has come: packed, if they are of `staying`,
-    or else dequantised. Raises ValueError if one of the two never comes."""
+    or else dequantised. Raises ValueError if either never comes."""
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         is_scale = name.endswith(SCALE)

@@ -22,7 +22,7 @@ from backends.inputs.rendering import Rendered
 
 log = logging.getLogger(__name__)
 _MAX_BYTES = 4 << 30
-"""Bytes of all files of one engine. A decoder of 48 layers with 8 experts per token takes 384 bytes a token."""
+"""Bytes of all files of an engine. A decoder of 48 layers with 8 experts per token takes 384 bytes a token."""
 _ASIDE = "aside"
 """How the name of a file begins while it is written."""
 

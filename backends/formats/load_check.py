@@ -72,7 +72,7 @@ class LoadCheck:
         _check_same("a text behind a test image", np.array(self.logprobs_behind_image), logprobs, dtype)
 
     def require_same_base(self, other: "LoadCheck", spec: ModelSpec, whose: str) -> list[str]:
-        """Compare the trainer's scores of a base with another one's, named by `whose`, and say how much they differ.
+        """Compare the trainer's scores of a base with those of `whose`, and say how much they differ.
         Raises BackendFailed if rounding does not explain it."""
         found = []
         for what, own, others in (
@@ -98,7 +98,7 @@ class LoadCheck:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str] | None) -> "LoadCheck | None":
-        """Decode; None for files that were written without one."""
+        """Decode; None for files that lack it."""
         text = (metadata or {}).get(_KEY)
         if text is None:
             return None

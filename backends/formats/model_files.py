@@ -128,7 +128,7 @@ def require_fields(
     source: str,
     refusal: str = "is not supported: the engine has it with {known} alone",
 ) -> None:
-    """Raise BackendFailed, naming the first field of a config whose value is not the known one; `fields` has both."""
+    """Raise BackendFailed, naming the first field of a config whose value is not the known value; `fields` has both."""
     for field, (value, known) in fields.items():
         if value != known:
             raise BackendFailed(f"{source}: {architecture} with {field} {value} {refusal.format(known=known)}")
@@ -157,7 +157,7 @@ def fingerprint(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One entry of a safetensors header."""
+    """An entry of a safetensors header."""
 
     name: str
     dtype: str
@@ -199,7 +199,7 @@ _WITHOUT_KEYS = ("linear_attention", "mlp", "moe")
 
 
 def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
-    """Return the bytes of one token's keys and values in all layers that keep them."""
+    """Return the bytes of a token's keys and values in all layers that keep them."""
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     num_layers = sum(kind not in _WITHOUT_KEYS for kind in kinds)
     num_heads = text_config.num_key_value_heads
@@ -236,7 +236,7 @@ def linear_attention(text_config: PretrainedConfig) -> LinearAttention:
 
 
 def state_bytes_per_sequence(text_config: PretrainedConfig, dtype: str) -> int:
-    """Return the bytes of one sequence's state in all layers of linear attention; its heads' states are counted in
+    """Return the bytes of a sequence's state in all layers of linear attention; its heads' states are counted in
     float32."""
     num_layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or ())
     if not num_layers:

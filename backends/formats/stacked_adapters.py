@@ -118,7 +118,7 @@ class _PlainAdapter:
         return list(self._wholes)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor; one that experts share for each of them."""
+        """Read a tensor; if experts share it, for each of them."""
         if (whole := self._wholes.get(name)) is not None:
             return take_part(name, whole, self._file.get_tensor, self._divided).contiguous()
         tensor = self._file.get_tensor(name)

@@ -12,7 +12,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
-    """The tokenizer of one base model, read when it is first needed."""
+    """The tokenizer of a base model, read when it is first needed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

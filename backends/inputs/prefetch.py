@@ -14,7 +14,7 @@ _MOST_THREADS = 8
 
 
 class Prefetcher(Generic[R]):
-    """Holds results by key until they are taken. Used by one thread at a time."""
+    """Holds results by key until they are taken. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` of results that are not taken yet, done or not."""

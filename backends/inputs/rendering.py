@@ -29,7 +29,7 @@ from backends.protocol import InvalidInput
 
 _PREFETCH_BYTES = 1 << 28
 MAX_LARGEST_IMAGES = 10
-"""All images of one request may have as many pixels as this many of the largest size. Decoding 50 million takes 3 s."""
+"""All images of a request may have as many pixels as this many of the largest size. Decoding 50 million takes 3 s."""
 
 
 class Layout(NamedTuple):
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Rendered:
-    """One input, ready for packing: images in order of their spans."""
+    """An input, ready for packing: images in order of their spans."""
 
     token_ids_T: np.ndarray
     spans: list[ImageSpan]
@@ -50,7 +50,7 @@ class Rendered:
 
 
 class Renderer:
-    """Renders for one base model. `source` is a local directory."""
+    """Renders for a base model. `source` is a local directory."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Renderer:
         self._pins_pixels = pins_pixels
         self._cache: LRU[str, RenderedImage] = LRU(image_cache_bytes, lambda image: image.size_bytes)
         self._in_use: WeakValueDictionary[str, RenderedImage] = WeakValueDictionary()
-        """Images still referenced: one image of several inputs is decoded once."""
+        """Images still referenced: an image of several inputs is decoded once."""
         self._prefetcher: Prefetcher[RenderedImage] = Prefetcher(_PREFETCH_BYTES)
 
     def layout(self, model_input: ModelInput, where: str) -> Layout:
@@ -102,7 +102,7 @@ class Renderer:
         return Layout(length, spans)
 
     def check_pixels(self, num_pixels: int, where: str) -> None:
-        """Raise InvalidInput if one request has so many pixels in all that decoding them would delay others."""
+        """Raise InvalidInput if a request has so many pixels in all that decoding them would delay others."""
         allowed = MAX_LARGEST_IMAGES * self._max_image_pixels
         if num_pixels > allowed:
             raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")

@@ -75,7 +75,7 @@ def require_as_defined(
 def _compute_reference(
     qkv: list[Tensor], grad_THD: Tensor, scale: float, window: int | None, image: slice | None = None
 ) -> list[Tensor]:
-    """Return the output [T, H, D] of one sample whose tokens see `window` tokens each, and those of `image` each other,
+    """Return the output [T, H, D] of a sample whose tokens see `window` tokens each, and those of `image` each other,
     and the gradients of query, key and value, for the output's gradient. Without autograd, which is off inside an
     operator."""
     query_HTD, key_GTD, value_GTD, grad_HTD = (tensor.float().transpose(0, 1) for tensor in (*qkv, grad_THD))

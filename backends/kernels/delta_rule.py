@@ -1,6 +1,6 @@
-"""The gated delta rule of a packed microbatch on CUDA, in 16 bits, as one operator that compiled layers call.
+"""The gated delta rule of a packed microbatch on CUDA, in 16 bits, as an operator that compiled layers call.
 
-The kernels are flash-linear-attention's and one of our own, `delta_rule_gradients.py`, in chunks of 64 tokens (Yang et
+The kernels are flash-linear-attention's and our own, `delta_rule_gradients.py`, in chunks of 64 tokens (Yang et
 al., arXiv 2412.06464, section 3.3); no chunk holds two samples. They read where samples begin from the device alone, so
 that a graph serves samples of any lengths.
 
@@ -198,7 +198,7 @@ def _require_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.S
 
 
 def _by_recurrence(inputs: list[Tensor], grad_THV: Tensor) -> list[Tensor]:
-    """Return the output of one sample and the gradients of its inputs, in float32 and without autograd, which an
+    """Return the output of a sample and the gradients of its inputs, in float32 and without autograd, which an
     operator's code does not have (equation 10 of arXiv 2412.06464)."""
     query, key, value, decay, beta = floats = [tensor.float() for tensor in inputs]
     scale, kept = query.shape[-1] ** -0.5, decay.exp()

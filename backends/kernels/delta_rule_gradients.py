@@ -1,4 +1,4 @@
-"""The part of the delta rule's backward that gives the gradients of queries and keys, as one kernel.
+"""The part of the delta rule's backward that gives the gradients of queries and keys, as a kernel.
 
 flash-linear-attention's own, `chunk_bwd_dqkwg`, gives wrong numbers on Hopper with Triton from 3.4 to 3.7.0 (its issue
 640, where a transposed result that is the left operand of the next product is found to be the cause). A left operand

@@ -1,4 +1,4 @@
-"""Dequantise fp8 in blocks (`formats/block_fp8.py`) as one kernel, which reads a byte and writes a number: in plain
+"""Dequantise fp8 in blocks (`formats/block_fp8.py`) as a kernel, which reads a byte and writes a number: in plain
 torch a matrix passes through memory five times, twice in float32. Multiply by such a matrix without writing it at all,
 which is faster for few rows: there a product takes as long as reading its weights.
 
@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 32
-"""Rows of a block that one program computes."""
+"""Rows of a block that a program computes."""
 _LEAST_ROWS, _MOST_ROWS, _FEW_ROWS = 16, 128, 32
-"""Rows that one program multiplies, and up to which four warps multiply them as fast as eight."""
+"""Rows that a program multiplies, and up to which four warps multiply them as fast as eight."""
 _FILLING = 16384
 """Outputs of which each program can take 128 in place of 64, and all multiprocessors have one."""
 

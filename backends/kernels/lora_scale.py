@@ -1,4 +1,4 @@
-"""`lora/linear.py:scaled` as one kernel: it was a third of the launches of small microbatches.
+"""`lora/linear.py:scaled` as a kernel: it was a third of the launches of small microbatches.
 
 T tokens of a microbatch, R summed ranks of its models, N = R for each of some linears
 """

@@ -16,7 +16,7 @@ def plain_attention(
     [1, 1, T, T] is true; without one itself and all before it.
 
     softcap  scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118, section 2)
-    sinks_H  one more score of each head, without a value (gpt-oss)
+    sinks_H  a further score of each head, without a value (gpt-oss)
     """
     query, key, value = qkv
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Rotary positions (RoFormer, arXiv:2104.09864) of a vision tower's queries and keys as one kernel.
+"""Rotary positions (RoFormer, arXiv:2104.09864) of a vision tower's queries and keys as a kernel.
 
 P patches, H heads, D width of a head
 """

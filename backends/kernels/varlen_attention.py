@@ -1,4 +1,4 @@
-"""Causal attention of a packed microbatch on CUDA, in 16 bits, as one operator that compiled layers call.
+"""Causal attention of a packed microbatch on CUDA, in 16 bits, as an operator that compiled layers call.
 
 FlashAttention 2 takes all samples together, whatever their lengths. A long sample takes half the time in cuDNN's
 kernel on Hopper and later, which needs samples of one length, and 0.1 s of planning for each new length. So each long
@@ -6,7 +6,7 @@ sample goes there alone, padded at its end to one of eight lengths between a pow
 a causal sample changes nothing in it, and has no gradient. Windows are FlashAttention's alone, which skips what they
 hide.
 
-A head's sink is one more score in the softmax, without a value. With m the log-sum-exp of the other scores and
+A head's sink is a further score in the softmax, without a value. With m the log-sum-exp of the other scores and
 l = log(exp(m) + exp(sink)) that of all, the output is the kernel's times exp(m - l). Backward is the kernel's own: the
 gradient of a score s is exp(s - l) (dO V^T - sum(dO O)), O being the whole output: the sink's value, 0, adds nothing to
 that sum. So the kernel is given O and l in place of its own output and m.
@@ -59,7 +59,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """Contiguous tokens of samples that one kernel takes at once."""
+    """Contiguous tokens of samples that a kernel takes at once."""
 
     begin: int
     end: int
@@ -103,7 +103,7 @@ class Flash:
 
 
 class Padded:
-    """cuDNN's kernel for one sample, padded at its end."""
+    """cuDNN's kernel for a sample, padded at its end."""
 
     def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
         num_tokens = span.end - span.begin

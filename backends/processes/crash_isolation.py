@@ -1,4 +1,4 @@
-"""Find the work that crashes a process: nearly always it is one piece, and nobody can tell which.
+"""Find the work that crashes a process: nearly always it is a single piece, and nobody can tell which.
 
 The suspects of a crash run again in groups, one group after the other, until one alone has crashed the process again:
 the culprit, which is not run once more. Knows neither processes nor work. Suspects that outlive the process are noted
@@ -123,7 +123,7 @@ class CrashIsolation:
 
 
 def _split(suspects: set[Suspect]) -> list[set[Suspect]]:
-    """Split by owner, and one owner's into groups. Those that had not run for long at the crash come first."""
+    """Split by owner, and an owner's into groups. Those that had not run for long at the crash come first."""
     by_owner: dict[str, set[Suspect]] = defaultdict(set)
     for suspect in suspects:
         by_owner[suspect.owner].add(suspect)

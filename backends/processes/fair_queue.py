@@ -14,7 +14,7 @@ REMEMBERED = 10_000
 
 @dataclass
 class _Queue:
-    """Requests that wait under one owner and key."""
+    """Requests that wait under an owner and key."""
 
     owner: str
     key: str
@@ -24,7 +24,7 @@ class _Queue:
 class FairQueue:
     """Grants `capacity` units of something to whoever was served longest ago: first among owners, then among keys.
 
-    A flood of one owner delays another's request by no more than one grant, and the same holds between keys.
+    A flood of an owner delays another's request by no more than one grant, and the same holds between keys.
     """
 
     def __init__(self, capacity: int = 1) -> None:
@@ -114,7 +114,7 @@ class FairQueue:
             self._remove_if_empty(queue)
 
     def _admit(self) -> None:
-        """Grant while there is room for the next request; smaller ones do not overtake a large one."""
+        """Grant while there is room for the next request; smaller requests do not overtake a large request."""
         while (queue := self._next()) is not None:
             granted, size = queue.waiting[0]
             if size > self._free:

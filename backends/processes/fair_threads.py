@@ -22,7 +22,7 @@ class _Work:
 
 
 class FairThreads:
-    """A few threads. A flood of one owner takes so many of them, and delays another's work by no more than one call.
+    """A few threads. A flood of an owner takes so many of them, and delays another's work by a call at most.
 
     A thread takes its next work itself: a busy event loop does not delay it. A call cannot be stopped, so it keeps its
     owner's turn until it ends, even if nobody waits for it any more.

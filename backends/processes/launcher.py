@@ -31,13 +31,13 @@ IMAGES_AS_SENT = "images-as-sent"
 (`sampler/engine/chat/prompts.py`)."""
 
 StartWorkers = Callable[[ModelSpec], Awaitable[list[Child]]]
-"""Starts the processes of one trainer or sampler, all or none, and returns a connection to each, in order. This is all
+"""Starts the processes of a trainer or sampler, all or none, and returns a connection to each, in order. This is all
 that the server knows of them; here they are children on this machine."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one rank among those of its trainer."""
+    """The place of a rank among those of its trainer."""
 
     rank: int
     num_ranks: int
@@ -48,7 +48,7 @@ class Seat:
 
 
 StartRank = Callable[[Seat], Awaitable[list[Child]]]
-"""Starts one rank of a trainer on another machine."""
+"""Starts a rank of a trainer on another machine."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Others:
     host: str = "127.0.0.1"
     """Address of this machine at which they reach it."""
     starts: Sequence[StartRank] = ()
-    """One for each of them, in their order."""
+    """The starting function of each machine, in order."""
 
 
 NO_OTHERS = Others()
@@ -281,13 +281,13 @@ def rank_name(spec: ModelSpec, seat: Seat) -> str:
 
 
 async def launch_sampler(spec: ModelSpec) -> list[Child]:
-    """Start the process of one engine, on the GPUs of its placement; the engine starts with the first command."""
+    """Start the process of an engine, on the GPUs of its placement; the engine starts with the first command."""
     env = _for_engine(spec)
     return [await launch(sampler_name(spec), _SAMPLER, env, folder=env[_VLLM_SOCKETS])]
 
 
 async def launch_at(connection: socket.socket, spec: ModelSpec, seat: Seat | None) -> Guarded:
-    """Start the process of one engine, or with a seat of one rank, for a server on another machine, at the other end of
+    """Start the process of an engine, or with a seat of a rank, for a server on another machine, at the other end of
     a connection. That is shut down when the process has ended."""
     if seat is not None:
         return await _start_module(rank_name(spec, seat), _RANK, _for_rank(spec, seat), [connection.fileno()])
@@ -316,7 +316,7 @@ async def launch_holders(spec: ModelSpec) -> list[Child]:
 
 
 async def _all_or_none(launches: Iterable[Awaitable[list[Child]]]) -> list[Child]:
-    """Await one launch after the other; if one fails, end those before."""
+    """Await the launches in order; if any fails, end those before."""
     children: list[Child] = []
     try:
         for launch in launches:

@@ -10,7 +10,7 @@ _PAUSE_S = 0.1
 
 
 class Progress:
-    """Progress of one process; used by one thread at a time."""
+    """Progress of a process; not thread-safe."""
 
     def __init__(self, emit: Callable[[Loading], None] = lambda loading: None) -> None:
         self._emit = emit

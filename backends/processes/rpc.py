@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 C = TypeVar("C")
 OnPart = Callable[[Any], None]
-"""Takes one part of an answer, ahead of the answer itself."""
+"""Takes a part of an answer, ahead of the answer itself."""
 MAX_ANSWER_BYTES = 512 << 20
-"""A user decides how long an answer is; a longer one fails its call alone. Messages to a child are the server's."""
+"""A user decides how long an answer is; a longer answer fails its call alone. Messages to a child are the server's."""
 STOP_S = 1.0
 """Time for a child to end by itself when the server stops. Its computation is lost, and what it holds is kept."""
 
@@ -89,7 +89,7 @@ class _Call:
 
 
 class Child:
-    """The server's end of one child process."""
+    """The server's end of a child process."""
 
     def __init__(self, name: str, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name

@@ -9,12 +9,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 ANSWERED, UNANSWERED = "value", "unanswered"
-"""Outcomes of a call; any other one is the kind of the error that the process raised."""
+"""Outcomes of a call; any other is the kind of the error that the process raised."""
 
 
 @dataclass(frozen=True)
 class ProcessSpan:
-    """One command in one process."""
+    """A command in a process."""
 
     process: str
     """`trainer NAME rank 0`, `sampler NAME`."""

@@ -19,7 +19,7 @@ R = TypeVar("R")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before processes that did not start, or ended soon, are started again; it doubles each time."""
 GRACE_S = 1
-"""Time for processes to end by themselves when one of their group has failed."""
+"""Time for processes to end by themselves when another of their group has failed."""
 _PROGRESS_S = 15
 """Time between two checks of progress."""
 
@@ -35,7 +35,7 @@ class Silence:
 
 
 class Supervisor:
-    """One group of processes, which start and end together: when one dies, the others are ended."""
+    """A group of processes, which start and end together: when any dies, the others are ended."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Supervisor:
         self._restarted = asyncio.Condition()
 
     async def start(self, on_loading: OnLoading) -> None:
-        """Start the group. `on_loading` is called during this start and later ones. Raises BackendFailed."""
+        """Start the group. `on_loading` is called during this start and later starts. Raises BackendFailed."""
         self._on_loading = on_loading
         await self._start()
 
@@ -99,7 +99,7 @@ class Supervisor:
         ]
 
     async def running(self) -> list[Child]:
-        """Return the living group. The first caller after a death starts another one, and all wait for it, however
+        """Return the living group. The first caller after a death starts it again, and all wait for it, however
         many attempts that takes."""
         if self.is_alive:
             return self.children
@@ -178,7 +178,7 @@ class Supervisor:
         return ", ".join(f"{doing} {end - began:.0f} s" for (doing, began), end in zip(self._phases, ends, strict=True))
 
     async def _watch(self, children: Sequence[Child]) -> None:
-        """End the group once one of it has died or is silent, then have it started again."""
+        """End the group once a process of it has died or is silent, then have it started again."""
         began = time.monotonic()
         await self._wait_for_failure(children)
         await self.end()
@@ -206,7 +206,7 @@ async def call_all(
     patience_s: float,
     on_loading: OnLoading = ignore_loading,
 ) -> R:
-    """Have each process do its command. Return the first one's answer, once every process has answered.
+    """Have each process do its command. Return the first answer, once every process has answered.
 
     Raises the error that the processes agree on, and ChildDied or ChildBroke as soon as a process will not answer, or
     has failed by itself.

@@ -53,7 +53,7 @@ class Request(Suspect):
 
 
 class EngineClient:
-    """One engine, its process and the requests that it has."""
+    """An engine, its process and the requests that it has."""
 
     def __init__(
         self,

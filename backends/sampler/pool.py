@@ -243,7 +243,7 @@ class SamplerPool:
             starting.cancel()
 
     async def _choose(self, request: Request, pieces: Sequence[Piece]) -> EngineClient:
-        """Return the engine for a request. Requests of one owner that survived an engine move together."""
+        """Return the engine for a request. Requests of an owner that survived an engine move together."""
         if not self._is_several:
             return self.engines[0]
         found = await self._open()

@@ -20,7 +20,7 @@ BLOCK_TOKENS = 128
 SLACK_TOKENS = 8192
 """An engine with so many waiting tokens more than another is not clearly busier: eight answers of 1,024 tokens."""
 WORTH = 4
-"""One cached token outweighs this many waiting tokens. Chosen, not measured: much larger, and a prompt that all share
+"""A cached token outweighs this many waiting tokens. Chosen, not measured: much larger, and a prompt that all share
 would keep everything on one engine; much smaller, and a long conversation would be prefilled again and again."""
 _LONGEST_ANSWER_TOKENS = 1024
 """Answers that may be longer are counted with so many tokens: a high limit says little about their length."""

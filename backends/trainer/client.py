@@ -1,4 +1,4 @@
-"""Drive the trainer processes of one base model: 1..N ranks, restarted together when one dies or hangs.
+"""Drive the trainer processes of a base model: 1..N ranks, restarted together when one dies or hangs.
 
 Only here does the async server meet sync torch. Commands go to all ranks one after the other; a fair queue grants the
 ranks. A forward_backward waits for a grant before each of its microbatches. Rank 0's answer counts. The
@@ -47,7 +47,7 @@ _START_PATIENCE_S = 600
 """The same at start: a new process imports torch and transformers, for more than a minute on a busy machine."""
 IDLE_S = 3.0
 """Time without an operation after which an idle trainer starts again, where machines have joined: shorter ones lie
-between the operations of one step."""
+between the operations of a step."""
 _EXCLUSIVE_S = 300.0
 """Time after ranks have ended at work during which models share no microbatch, so that the culprit is known."""
 

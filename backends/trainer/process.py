@@ -21,7 +21,7 @@ class Process:
         self._rank: TrainerRank | None = None
 
     def handle(self, command: commands.Start | commands.ModelCommand, emit: OnPart) -> object:
-        """Run one command, and return an answer of the type that it names."""
+        """Run a command, and return an answer of the type that it names."""
         if isinstance(command, commands.Start):
             spec = command.spec
             self._keep_waiting(files_s(sum(file.stat().st_size for file in Path(spec.directory).iterdir())))

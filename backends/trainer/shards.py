@@ -1,11 +1,11 @@
 """Shards of tensors on a trainer's ranks: a tensor is flattened, padded with zeros and cut into equal contiguous parts.
 
-The ranks of one machine have a tensor between them, and each of several machines has all of it: so nothing crosses the
+The ranks of a machine have a tensor between them, and each of several machines has all of it: so nothing crosses the
 network to be gathered, and what one machine has memory for, several have. Transfers pass through buffers of bounded
 size: few collectives, and no second copy of everything. A buffer's memory is the only thing that a transfer allocates,
 and ranks agree on it before the first collective. Knows no model.
 
-N ranks of a machine, S numbers of a rank's shard of one tensor, W columns of a buffer
+N ranks of a machine, S numbers of a rank's shard of a tensor, W columns of a buffer
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -180,7 +180,7 @@ def _scatter_on_first_machine(whole: Tensor | None, like: Tensor, world: World) 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns that a buffer has of one tensor: the same numbers of every rank's shard."""
+    """Columns that a buffer has of a tensor: the same numbers of every rank's shard."""
 
     tensor: int
     """Index of the tensor."""

@@ -1,1 +1,1 @@
-"""One file per schema change, applied in order of their numbers."""
+"""A file per schema change, applied in order of their numbers."""

@@ -1,4 +1,4 @@
-"""One API key: its owner, scope and times, and its line in the file of keys. Knows neither the file nor requests."""
+"""An API key: its owner, scope and times, and its line in the file of keys. Knows neither the file nor requests."""
 
 import hashlib
 import re

@@ -37,7 +37,7 @@ NO_KEY = "weights_access_token is not an API key of this server; use one of the 
 
 
 class Keys:
-    """The keys of one file. Without the file, every key with a valid prefix is accepted, as LOCAL, who is no
+    """The keys of a file. Without the file, every key with a valid prefix is accepted, as LOCAL, who is no
     administrator: data of named owners may be there."""
 
     def __init__(self, path: Path) -> None:

@@ -49,7 +49,7 @@ def files(body: dict[str, object]) -> list[bytes]:
     refuses with the reason."""
     found: list[bytes] = []
     decoded: dict[str, bytes] = {}
-    """One file for an image that the conversation has several times."""
+    """A file for an image that the conversation has several times."""
     for holder, key in _sources(body.get("messages")):
         text = holder[key]
         if isinstance(text, str) and (key == "data" or text.startswith("data:")):

@@ -174,7 +174,7 @@ def _one_of(value: Any, allowed: Any, where: str) -> str:
 
 @dataclass
 class Translation:
-    """One answer, from a chat completion or the events of one to a response or its events."""
+    """An answer, from a chat completion or the events of one to a response or its events."""
 
     body: dict[str, Any]
     """The request, as it came."""
@@ -236,7 +236,7 @@ class Translation:
             yield self._item_event("response.function_call_arguments.delta", delta=arguments)
 
     def _item_done(self) -> Iterator[str]:
-        """Yield the events that end the last item, if there is one."""
+        """Yield the events that end the last item, if any."""
         if not self._output:
             return
         item = self._output[-1]

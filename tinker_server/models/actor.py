@@ -1,4 +1,4 @@
-"""One task per model, which does all that is done to the model, one thing after another.
+"""A task per model, which does all that is done to the model, one thing after another.
 
 Operations run in the order of their numbers. Other requests (suspend, restore, drop) run before the next operation, and
 an unload behind all operations that wait. This order is the only exclusion: a model has no lock. The task lives while
@@ -23,7 +23,7 @@ Request = Callable[[], Awaitable[None]]
 
 
 class Actor:
-    """The inbox of one model, and the task that empties it."""
+    """The inbox of a model, and the task that empties it."""
 
     def __init__(self, model: Model, intake: Intake) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""One model's operations that wait, the numbers that may still come, and whether the gradient is whole.
+"""A model's operations that wait, the numbers that may still come, and whether the gradient is whole.
 
 Numbers come in any order and some never come: the SDK may send the first part of a batch last, and what it could not
 send, or was refused, keeps its number. A missing number is settled, that is no longer waited for, when a later

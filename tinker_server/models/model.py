@@ -1,4 +1,4 @@
-"""One model in training: whether it is in memory, its snapshots, and what is known of its log.
+"""A model in training: whether it is in memory, its snapshots, and what is known of its log.
 
 Only the model's actor calls what changes it, one call after another, so nothing here is locked.
 
@@ -111,7 +111,7 @@ NO_MODEL = NoModel()
 
 
 class Model:
-    """The state of one model, and what moves it between memory and disk."""
+    """The state of a model, and what moves it between memory and disk."""
 
     def __init__(self, model_id: str, stores: ModelStores) -> None:
         self.id = model_id

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Replayed:
-    """One operation of a log, run again."""
+    """An operation of a log, run again."""
 
     position: int
     size_bytes: int

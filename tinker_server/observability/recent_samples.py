@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One request and its samples."""
+    """A request and its samples."""
 
     owner: str
     sampler_id: str

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class SampleFiles:
-    """One file for each sample, readable by the server's user alone. A power failure may lose the latest."""
+    """A file for each sample, readable by the server's user alone. A power failure may lose the latest."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder

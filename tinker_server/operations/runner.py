@@ -1,4 +1,4 @@
-"""Runs one operation to its result: again, a few times, where a server or a process died under it, or the database was
+"""Runs an operation to its result: again, a few times, where a server or a process died under it, or the database was
 away. It knows nothing of the order of operations."""
 
 import logging

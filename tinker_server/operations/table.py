@@ -40,7 +40,7 @@ from tinker_server.weights.lookup import WeightStores
 
 @dataclass(frozen=True)
 class OperationKind:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
     request: type[Request]

@@ -84,7 +84,7 @@ async def unload_model(_stores: WeightStores, model: Model, _work: Work[UnloadMo
 
 
 async def load_weights(stores: WeightStores, model: Model, work: Work[LoadWeightsRequest]) -> LoadWeightsResponse:
-    """Make a model of a checkpoint, or read one into a model."""
+    """Make a model of a checkpoint, or read it into a model."""
     request, owner = work.request, work.operation.owner
     readers = stores.keys.readers_by_seal(owner, request.weights_access_token)
     checkpoint = await _checkpoint(stores, request.path, readers)

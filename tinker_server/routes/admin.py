@@ -71,7 +71,7 @@ async def get_audit(
     event_type: Annotated[EventType, Query(description="Kind of entries.")] = "all",
     day: Annotated[date | None, Query(description="A date; absent: today, UTC.")] = None,
 ) -> Response:
-    """Return the audit entries of one day, from midnight to midnight UTC; the default is today."""
+    """Return the audit entries of a day, from midnight to midnight UTC; the default is today."""
     day = day or datetime.now(UTC).date()
     start = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
     pages = server.audit.of_day(caller, start, PREFIXES[event_type])
@@ -176,7 +176,7 @@ async def export_trace(
 
 @router.post("/auth/token")
 async def make_token(_: AuthTokenRequest, sent: ApiKey, key: KnownKey, server: Server) -> AuthTokenResponse:
-    """Return a token for the key of this request, valid for a day. A token gets no other one."""
+    """Return a token for the key of this request, valid for a day. A token gets no other token."""
     if hash_of(sent) != key.hashed:
         raise Unauthenticated("a token was sent; send the API key itself")
     return AuthTokenResponse(jwt=server.tokens.make(key))

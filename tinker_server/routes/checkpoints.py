@@ -184,7 +184,7 @@ async def external_weights_urls(
 
 @router.get(f"{ONE}/archive", status_code=302, response_class=RedirectResponse, responses=OF_WEIGHTS | MOVED)
 async def archive(path: CheckpointPath, server: Server, url: ServerUrl, caller: Caller) -> Response:
-    """Redirect to the weights as one tar.gz, which clients before 0.36 download."""
+    """Redirect to the weights as a tar.gz, which clients before 0.36 download."""
     server.audit.admit(caller)
     checkpoint = await server.checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
@@ -269,7 +269,7 @@ async def external_weights_upload_finish(
 ) -> UploadFinishResponse:
     """Check the adapter that was uploaded, and save it. It can be sampled from, and trained on without an optimizer.
 
-    A repeat waits for the first one, and gets its path.
+    A repeat waits for the first request, and gets its path.
     """
     server.audit.admit(caller)
     path = await server.uploads.finish(request.upload_id, caller)

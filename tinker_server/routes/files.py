@@ -59,7 +59,7 @@ async def get_file(
     link: FollowedLink,
     storage: StorageDep,
 ) -> Response:
-    """Download one file of exported weights."""
+    """Download a file of exported weights."""
     link.require_to(f"files/{path}")
     return await _file(storage.downloadable(path))
 
@@ -71,7 +71,7 @@ async def get_archive(
     archives: ArchivesDep,
     runs: Runs,
 ) -> Response:
-    """Download weights as one tar.gz, which is packed on the first request."""
+    """Download weights as a tar.gz, which is packed on the first request."""
     link.require_to(f"archives/{directory}")
     run = await runs.get(directory.split("/")[1])
     try:
@@ -92,7 +92,7 @@ async def put_file(
     uploads: UploadsDep,
     http: Request,
 ) -> UploadedFileResponse:
-    """Send one file of an adapter. It replaces the one that was sent before."""
+    """Send a file of an adapter. It replaces the one that was sent before."""
     link.require_to(f"uploads/{upload_id}/{name}")
     upload = uploads.require_open(upload_id, name)
     try:

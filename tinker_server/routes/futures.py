@@ -170,7 +170,7 @@ def _require_id(request_id: str) -> str:
 
 
 def _json_form(result: Result, owner: str) -> Response:
-    """Convert a protobuf result for clients that accept no protobuf; a large one is encoded while it is sent."""
+    """Convert a protobuf result for clients that accept no protobuf; a large result is encoded while it is sent."""
     json_form = OPERATIONS[result.operation_kind].json_form
     assert json_form is not None, f"{result.operation_kind} has a result in protobuf"
     parts = json_form(result.body)

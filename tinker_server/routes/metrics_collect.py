@@ -22,7 +22,7 @@ Labels = TypeVar("Labels", bound=tuple[str, ...])
 
 @dataclass(frozen=True)
 class Reading:
-    """Values of one scrape, with the interface that `generate_latest` expects of a registry."""
+    """Values of a scrape, with the interface that `generate_latest` expects of a registry."""
 
     counted: CollectorRegistry
     read: list[Metric]

@@ -30,7 +30,7 @@ async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRu
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True, responses=describe(UnknownModel))
 async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
-    """Return one training run."""
+    """Return a training run."""
     return _training_run_info(await catalog.run(run_id, scope, time.time()))
 
 

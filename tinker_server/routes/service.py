@@ -20,7 +20,7 @@ from tinker_server.web.deps import ServedModels
 log = logging.getLogger(__name__)
 router = APIRouter()
 MAX_KINDS, MAX_EVENT_CHARS, MAX_VALUE_CHARS = 20, 500, 100
-"""Bounds on the log lines of one request: one line for each kind of event."""
+"""Bounds on the log lines of a request: one line for each kind of event."""
 _NOT_REPEATED = frozenset({"event", "event_id", "event_session_index", "timestamp", "severity", "event_name"})
 _STACKS = frozenset({"traceback", "exception_stack"})
 """Fields of many lines each, which the client has shown too."""
@@ -42,7 +42,7 @@ async def dynamic_config(_: ClientConfigRequest) -> DynamicConfigResponse:
 async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
     """Log a client's own view of its session without its keys, one line for all events of a kind.
 
-    A client reports every failed poll and retry: a hundred events of one kind are not unusual.
+    A client reports every failed poll and retry: a hundred events of a kind are not unusual.
     """
     client = harmless(f"client of session {batch.session_id[:100]} (SDK {batch.sdk_version[:20]})")
     kinds: dict[str, list[dict[str, object]]] = {}
@@ -63,7 +63,7 @@ def _kind(event: dict[str, object]) -> str:
 
 
 def _line(event: dict[str, object]) -> str:
-    """Format an event as one short line without stack traces."""
+    """Format an event as a short line without stack traces."""
     data = event.get("event_data")
     fields = {**event, **(data if isinstance(data, dict) else {})}
     title = [str(event[name]) for name in ("severity", "event_name", "event") if isinstance(event.get(name), str)]

@@ -48,7 +48,7 @@ async def create_session(
 async def session_heartbeat(
     request: SessionHeartbeatRequest, sessions: Sessions, caller: Caller
 ) -> SessionHeartbeatResponse:
-    """Report that the client is alive; 404 for an unknown session, 410 for a finished one."""
+    """Report that the client is alive; 404 for an unknown session, 410 for a finished session."""
     await sessions.heartbeat(request.session_id, caller)
     return SessionHeartbeatResponse()
 

@@ -18,7 +18,7 @@ AT_ONCE = 1000
 
 
 class AuditEntry(NamedTuple):
-    """One entry of the audit log."""
+    """An entry of the audit log."""
 
     entry_id: str
     at: float

@@ -21,9 +21,9 @@ ACTIVE_S = 60.0
 """A session without a heartbeat for so long (the SDK sends one every 10 s) is not known to be running."""
 OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
 LONGEST_SHOWN_ERROR = 10_000
-"""Bytes of a failed result; the error in a larger one is not shown."""
+"""Bytes of a failed result; the error in a larger result is not shown."""
 DEFAULT_PROJECT = "default"
-"""Project of sessions that were created without one."""
+"""Project of sessions that were created without a project."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class StorageRecord:
 
 
 class OperationRecord(NamedTuple):
-    """One operation of a session."""
+    """An operation of a session."""
 
     kind: str
     lane: str
@@ -103,7 +103,7 @@ class OperationRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOperation:
-    """One operation of a run, as it is shown."""
+    """An operation of a run, as it is shown."""
 
     kind: str
     seq_id: int
@@ -118,7 +118,7 @@ class RunOperation:
     """Seconds it ran; for an operation without a row in `steps`, from its acceptance to its result."""
 
     def state(self, running: Container[int]) -> str:
-        """Return its state in one word; `running`: the numbers that run now."""
+        """Return its state as a word; `running`: the numbers that run now."""
         if self.status == "queued":
             return "running" if self.seq_id in running else "queued"
         return "failed" if self.failure_category is not None else "done"
@@ -131,7 +131,7 @@ class Catalog:
         self._db = db
 
     async def runs(self, page: Page, now: float, search: RunSearch | None = None) -> tuple[list[RunRecord], int]:
-        """Return one page and the total; with `search`, of the runs that have all of its words."""
+        """Return a page and the total; with `search`, of the runs that have all of its words."""
         shown = (_is_run_visible(page.scope, now), *(has_words(search) if search else ()))
         query = select(TrainingRunRow).join(SessionRow).where(*shown)
         if page.project_id is not None:
@@ -150,7 +150,7 @@ class Catalog:
         return await self._records(list(runs.values()), page.scope, now, whole), total or 0
 
     async def run(self, run_id: str, scope: Scope, now: float) -> RunRecord:
-        """Return one run. Raises UnknownModel."""
+        """Return a run. Raises UnknownModel."""
         query = select(TrainingRunRow).where(TrainingRunRow.model_id == run_id, _is_run_visible(scope, now))
         async with self._db.read_of(scope.owner) as session:
             row = await session.scalar(query)
@@ -194,7 +194,7 @@ class Catalog:
     async def checkpoints(
         self, page: Page, kinds: Sequence[Kind], now: float, run_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:
-        """Return one page of a run's checkpoints, or of all, and the total."""
+        """Return a page of a run's checkpoints, or of all, and the total."""
         query = select(CheckpointRow).where(CheckpointRow.kind.in_(kinds), _is_visible(page.scope, now))
         if run_id is not None:
             query = query.where(CheckpointRow.run_id == run_id)
@@ -210,7 +210,7 @@ class Catalog:
         return [record(Checkpoint, row) for row in rows.values()], total or 0
 
     async def sessions(self, page: Page) -> list[str]:
-        """Return the ids of one page of sessions."""
+        """Return the ids of a page of sessions."""
         mine = select(SessionRow.session_id).where(SessionRow.owner == page.scope.owner)
         query = mine.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc())
         if page.project_id is not None:
@@ -229,7 +229,7 @@ class Catalog:
             )
 
     async def search(self, request: SearchSessionsRequest, owner: str, now: float) -> tuple[list[SessionRecord], bool]:
-        """Return one page of the owner's sessions that match, and whether there are more. Raises BadRequest."""
+        """Return a page of the owner's sessions that match, and whether there are more. Raises BadRequest."""
         query = select(SessionRow).where(SessionRow.owner == owner, *_conditions(request, now))
         if request.cursor is not None:
             # The last session's time is read from its row, since the cursor's is rounded to microseconds.
@@ -348,7 +348,7 @@ def _is_run_visible(scope: Scope, now: float) -> ColumnElement[bool]:
 
 
 def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
-    """Return the condition that a session is of one of these projects."""
+    """Return the condition that a session is of these projects."""
     named = SessionRow.project_id.in_(project_ids)
     return or_(named, SessionRow.project_id.is_(None)) if DEFAULT_PROJECT in project_ids else named
 

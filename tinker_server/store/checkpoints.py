@@ -35,7 +35,7 @@ class CheckpointStore:
         return None if row is None else record(Checkpoint, row)
 
     async def require_readable(self, path: TinkerPath, readers: Set[str], now: float) -> Checkpoint:
-        """Return a checkpoint that is public or owned by one of the readers.
+        """Return a checkpoint that is public or owned by a reader.
 
         Raises UnknownCheckpoint, also for one that has expired by `now`.
         """
@@ -47,7 +47,7 @@ class CheckpointStore:
         return checkpoint
 
     async def require(self, path: TinkerPath, owner: str, now: float) -> Checkpoint:
-        """Return one of the owner's checkpoints. Raises UnknownCheckpoint, also for one that has expired by `now`."""
+        """Return a checkpoint of the owner. Raises UnknownCheckpoint, also for one that has expired by `now`."""
         checkpoint = await self.require_readable(path, {owner}, now)
         if checkpoint.owner != owner:
             raise _unknown(path)
@@ -72,7 +72,7 @@ class CheckpointStore:
             return [record(Checkpoint, row) for row in await session.scalars(newest.limit(request.limit + 1))]
 
     async def put(self, checkpoint: Checkpoint) -> None:
-        """Store a checkpoint. It replaces the one of the same path, whose directory is released."""
+        """Store a checkpoint. It replaces the checkpoint of the same path, whose directory is released."""
 
         async def put(session: AsyncSession) -> None:
             first = await session.get(CheckpointRow, checkpoint.tinker_path)

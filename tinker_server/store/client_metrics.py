@@ -15,18 +15,18 @@ from tinker_server.store.tables import ClientMetricRow, TrainingRunRow
 METRICS = cast(Table, ClientMetricRow.__table__)
 KEY = ("model_id", "name", "step")
 MAX_NAMES = 512
-"""Different metrics of one run. The cookbook's RL recipes report some 60."""
+"""Different metrics of a run. The cookbook's RL recipes report some 60."""
 MAX_VALUES = 1 << 22
-"""Values of one run, all metrics together: 70,000 steps of 60 metrics. They take about 400 MB of the database."""
+"""Values of a run, all metrics together: 70,000 steps of 60 metrics. They take about 400 MB of the database."""
 HUGE = 1e300
-"""So many times the values of a run, summed, are finite. Larger ones are scaled before they are summed: a database
+"""So many times the values of a run, summed, are finite. Larger values are scaled before they are summed: a database
 answers an overflow with an error or with infinity."""
 VALUE_BYTES = 400
-"""Bytes of the database for one value, with its key in the indexes: 40,000 took 15 MiB."""
+"""Bytes of the database for a value, with its key in the indexes: 40,000 took 15 MiB."""
 COUNTED_FOR_S = 3600.0
-"""An owner's values are counted again after this time: old ones are deleted meanwhile."""
+"""An owner's values are counted again after this time: old values are deleted meanwhile."""
 VALUE_BYTES = 400
-"""Bytes of the database for one value, with its keys in the indexes: 40,000 took 15 MiB."""
+"""Bytes of the database for a value, with its keys in the indexes: 40,000 took 15 MiB."""
 RUNS_COUNTED = 1000
 """Runs whose names and number of values are kept in memory."""
 _OF = METRICS.c
@@ -34,7 +34,7 @@ _OF = METRICS.c
 
 @dataclass(frozen=True)
 class Metric:
-    """One value of one metric."""
+    """A value of a metric."""
 
     name: str
     step: int
@@ -45,11 +45,11 @@ class Metric:
 
 @dataclass
 class Counted:
-    """Stored metrics of one run."""
+    """Stored metrics of a run."""
 
     names: set[str]
     num_values: int
-    """At least so many; fewer where later values have replaced earlier ones."""
+    """At least so many; fewer where later values have replaced earlier values."""
 
 
 class ClientMetricStore:
@@ -60,7 +60,7 @@ class ClientMetricStore:
         self._counted: LRU[str, Counted] = LRU(RUNS_COUNTED)
 
     async def put(self, model_id: str, step: int, values: Mapping[str, float], at: float) -> None:
-        """Store the metrics of one step. A later value of the same metric and step replaces the earlier one.
+        """Store the metrics of a step. A later value of the same metric and step replaces the earlier value.
 
         Raises LimitReached where the run would have more than MAX_NAMES metrics or MAX_VALUES values.
         """
@@ -92,7 +92,7 @@ class ClientMetricStore:
             return VALUE_BYTES * int(await session.scalar(query.where(TrainingRunRow.owner == owner)) or 0)
 
     async def _count(self, model_id: str) -> Counted:
-        """Count a run's names and values, once: later ones are added by `put`."""
+        """Count a run's names and values, once: later values are added by `put`."""
         if (counted := self._counted.get(model_id)) is None:
             query = select(_OF.name, func.count()).where(_OF.model_id == model_id).group_by(_OF.name)
             async with self._db.read() as session:

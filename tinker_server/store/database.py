@@ -1,4 +1,4 @@
-"""The database behind one URL: SQLite by default, PostgreSQL by URL. The SQL elsewhere is portable."""
+"""The database behind a URL: SQLite by default, PostgreSQL by URL. The SQL elsewhere is portable."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ _NO_SHARE = (
     " of all owners are read at once; send this one later"
 )
 DELETED_AT_ONCE = 5_000
-"""Rows in one transaction, for which other writers wait."""
+"""Rows in a transaction, for which other writers wait."""
 SHRUNK_PAGES = 20_000
 """Pages freed at once: about 80 MB, which takes a fraction of a second."""
 
@@ -115,7 +115,7 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
-        """Open a session on one consistent state. Raises DatabaseUnavailable."""
+        """Open a session on a consistent state. Raises DatabaseUnavailable."""
         with self._outages(self._reads):
             async with self._read() as session:
                 yield session

@@ -38,7 +38,7 @@ ARCHIVE_SUFFIX = ".tar.gz"
 _CLOCK_NS = 2_000_000_000
 """Two changes of a folder may have the same time if they are no further apart: file systems count seconds or ticks."""
 MAX_NAMES = 500
-"""Directories in one statement: databases limit its parameters."""
+"""Directories in a statement: databases limit its parameters."""
 
 
 async def claim(session: AsyncSession, directory: str | None) -> None:
@@ -160,7 +160,7 @@ class Storage:
         return self._below("checkpoints", path)
 
     def archive_of(self, directory: str) -> Path:
-        """Return the path of a directory's archive, if there is one."""
+        """Return the path of a directory's archive, if any."""
         return self._root / "archives" / f"{directory.replace('/', '.')}{ARCHIVE_SUFFIX}"
 
     def archive_bytes(self) -> dict[str, int]:
@@ -192,7 +192,7 @@ class Storage:
 
 
 def batches(directories: Iterable[str]) -> list[list[str]]:
-    """Split names into lists that one statement takes."""
+    """Split names into lists that a statement takes."""
     all_ = sorted(set(directories))
     return [all_[start : start + MAX_NAMES] for start in range(0, len(all_), MAX_NAMES)]
 

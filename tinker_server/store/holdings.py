@@ -178,7 +178,7 @@ class Holdings:
             try:
                 size_bytes = await self._storage.size_bytes(directory)
             except OSError:
-                return 0  # a newer one has just taken its place
+                return 0  # a newer directory has just taken its place
             self._measured.put(directory, size_bytes)
         return size_bytes
 

@@ -51,7 +51,7 @@ class Lease:
 
     @property
     def is_taken(self) -> bool:
-        """True if another server's lease can be distinguished from this one."""
+        """True if another server's lease can be distinguished from this lease."""
         return self._epoch is not None
 
     def require(self) -> None:
@@ -93,7 +93,7 @@ async def sole_use(
     watch_s: float = WATCH_S,
     on_silent: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[None]:
-    """Keep other servers out of the database. Raises StartFailed if there is one.
+    """Keep other servers out of the database. Raises StartFailed if another has it.
 
     `unavailable` are the errors of a database that does not answer. Every `watch_s` the lock is checked: the lease ends
     if another server has the database, and `on_silent` is called if the database does not answer. `on_silent` must end

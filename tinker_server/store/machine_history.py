@@ -19,7 +19,7 @@ Measure = tuple[str, str]
 
 @dataclass
 class Line:
-    """The values of one measure in order of time."""
+    """The values of a measure in order of time."""
 
     at: list[float] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class MachineHistory:
         self._db = db
 
     async def put(self, values: Mapping[Measure, float], at: float) -> None:
-        """Store one value of each measure, and delete those that are older than a day."""
+        """Store a value of each measure, and delete those that are older than a day."""
         if values:
             insert = self._db.insert(LOADS).on_conflict_do_nothing()
             rows = [{"measure": measure, "of": of, "at": at, "value": value} for (measure, of), value in values.items()]

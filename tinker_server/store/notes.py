@@ -1,4 +1,4 @@
-"""What clients noted of the entries of a list: so much of it is read for one page, and the rest left out."""
+"""What clients noted of the entries of a list: so much of it is read for a page, and the rest left out."""
 
 from collections.abc import Collection, Container, Mapping
 from typing import TypeVar
@@ -12,7 +12,7 @@ from tinker_server.store.tables import CheckpointRow, SessionRow, Table, Trainin
 
 R = TypeVar("R", TrainingRunRow, SessionRow, CheckpointRow)
 LIST_BYTES = 1 << 20
-"""Clients' notes on one page of a list."""
+"""Clients' notes on a page of a list."""
 LEFT_OUT: Mapping[str, str] = {
     "tinker-server": "left out: the list has more than 1 MiB of notes here; ask for fewer entries, or for this one"
 }
@@ -43,7 +43,7 @@ async def sizes(session: AsyncSession, query: Select[str, int]) -> dict[str, int
 
 
 def first(sized: Mapping[str, int]) -> list[str]:
-    """Return the first entries that have LIST_BYTES together; at least one, so that a list can be paged through."""
+    """Return the first entries that have LIST_BYTES together, or the first, so that a list can be paged through."""
     names: list[str] = []
     left = LIST_BYTES
     for name, size in sized.items():

@@ -19,7 +19,7 @@ UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpo
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One client, with its heartbeat."""
+    """A client, with its heartbeat."""
 
     session_id: str
     owner: str
@@ -120,7 +120,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One finished forward_backward or optim_step; see `tables.StepRow`."""
+    """A finished forward_backward or optim_step; see `tables.StepRow`."""
 
     model_id: str
     seq_id: int

@@ -13,7 +13,7 @@ from tinker_server.store.tables import SessionRow, TrainingRunRow
 NOTED = (*NOTES[TrainingRunRow], *NOTES[SessionRow])
 """Texts of a run that its client or owner wrote."""
 MAX_WORDS = 16
-"""Different words of one search: each is looked for in every text of every entry."""
+"""Different words of a search: each is looked for in every text of every entry."""
 
 
 @dataclass(frozen=True)

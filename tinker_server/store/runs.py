@@ -121,7 +121,7 @@ class RunStore:
         await self._set(model_id, end_log, status="lost", snapshot=None)
 
     async def set_snapshot(self, model_id: str, snapshot: str, position: int, computed_with: dict[str, str]) -> None:
-        """Record a written snapshot of the model at a position of its log. The one before is released."""
+        """Record a written snapshot of the model at a position of its log. The snapshot before is released."""
 
         async def truncate_log(session: AsyncSession) -> None:
             await replay_log.truncate(session, model_id, position)
@@ -176,7 +176,7 @@ class RunStore:
             return Counter({(owner, status): count for owner, status, count in rows})
 
     async def page(self, owner: str | None, limit: int, offset: int) -> tuple[list[TrainingRun], int]:
-        """Return one page of an owner's runs, newest first, and their number. None, for administrators alone: of all
+        """Return a page of an owner's runs, newest first, and their number. None, for administrators alone: of all
         owners' runs."""
         query = select(TrainingRunRow)
         if owner is not None:

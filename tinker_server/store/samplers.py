@@ -37,7 +37,7 @@ class UnnamedLimits:
     silent_s: float
     """Seconds after the last heartbeat of their session."""
     per_model: int
-    """Number of one model's weights."""
+    """Number of a model's weights."""
     bytes_per_owner: int
 
 
@@ -180,7 +180,7 @@ class SamplerStore:
     async def take_unused(self, limits: UnnamedLimits, now: float) -> list[str]:
         """Take unnamed weights beyond the limits from their sessions; return their directories, now unreferenced.
 
-        Sampling sessions of inflight weights share them: these stay while one of the sessions is used.
+        Sampling sessions of inflight weights share them: these stay while any of the sessions is used.
         """
         self._used_at |= dict.fromkeys(self._running, now)
         await self.save_uses()
@@ -237,5 +237,5 @@ def _unknown(sampling_session_id: str) -> UnknownSampler:
 
 
 def _weights_of(sampler: SamplingSession) -> tuple[str, str | None]:
-    """Return what identifies the weights: for named ones the name, although they may have been saved again since."""
+    """Return what identifies the weights: for named weights the name, although they may have been saved again since."""
     return sampler.base_model, sampler.model_path or sampler.directory

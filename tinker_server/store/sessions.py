@@ -30,7 +30,7 @@ class SessionStore:
         self._heartbeats: dict[str, float] = {}
 
     async def create(self, request: CreateSessionRequest, idempotency_key: str | None, owner: str) -> str:
-        """Create a session and return its id; a repeated request gets the first one's."""
+        """Create a session and return its id; a repeated request gets the id of the first."""
         now = time.time()
         async with self._db.write() as session:
             if idempotency_key is not None:
@@ -87,7 +87,7 @@ class SessionStore:
             raise SessionFinished(f"session {session_id} was finished{why} and takes no new work")
 
     async def last_heartbeat(self, session_id: str) -> float:
-        """Return the time of the last heartbeat, also of one that is not written yet. Raises UnknownSession."""
+        """Return the time of the last heartbeat, written or not. Raises UnknownSession."""
         return self._heartbeats.get(session_id) or (await self.get(session_id)).last_heartbeat
 
     async def save_heartbeats(self) -> None:

@@ -19,7 +19,7 @@ _OF = STEPS.c
 
 @dataclass(frozen=True)
 class Point:
-    """One or several consecutive steps of a run: means, or sums of quantities that add up."""
+    """Consecutive steps of a run: means, or sums of quantities that add up."""
 
     step: int
     """The last of them."""
@@ -61,7 +61,7 @@ async def insert(connection: AsyncConnection, db: Database, steps: Sequence[Step
 
 
 class StepStore:
-    """Reads recorded steps, and deletes old ones."""
+    """Reads recorded steps, and deletes old steps."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -82,7 +82,7 @@ class StepStore:
         return found
 
     async def last_before(self, model_id: str, seq_id: int) -> Step | None:
-        """Return the last operation of a run before the one with this number."""
+        """Return the last operation of a run before this number."""
         query = select(STEPS).where(_OF.model_id == model_id, _OF.seq_id < seq_id).order_by(_OF.seq_id.desc()).limit(1)
         async with self._db.read() as session:
             row = (await session.execute(query)).mappings().first()

@@ -25,7 +25,7 @@ from api_schemas.training import Trainable
 
 
 class TrainableJson(TypeDecorator[Trainable]):
-    """A `Trainable` as one JSON value."""
+    """A `Trainable` as a JSON value."""
 
     impl = JSON
     cache_ok = True
@@ -53,7 +53,7 @@ class Table(DeclarativeBase):
 
 
 class SessionRow(Table):
-    """One client, with its heartbeat."""
+    """A client, with its heartbeat."""
 
     __tablename__ = "sessions"
 
@@ -158,7 +158,7 @@ class CheckpointRow(Table):
 
 
 class Future(Table):
-    """One accepted operation and its result."""
+    """An accepted operation and its result."""
 
     __tablename__ = "futures"
     __table_args__ = (
@@ -192,7 +192,7 @@ class Future(Table):
     position: Mapped[int | None]
     """Position in its model's log (`replay_log.py`); null: it changed nothing, or the model's snapshot holds it."""
     tries: Mapped[int] = mapped_column(default=0, server_default="0")
-    """Servers that began it after an earlier one left it unfinished, since the last server that stopped on request."""
+    """Servers that began it after an earlier server left it unfinished, since the last stop on request."""
     held_bytes: Mapped[int] = mapped_column(Computed("length(request) + coalesce(length(result), 0)", persisted=True))
     """Bytes of body and result. The database computes it, and the index has it: an owner's sum reads no rows."""
 
@@ -236,14 +236,14 @@ class ImagePlaceRow(Table):
 
 
 class StepRow(Table):
-    """One finished forward_backward or optim_step, for the curves of its run. Unknown numbers are null."""
+    """A finished forward_backward or optim_step, for the curves of its run. Unknown numbers are null."""
 
     __tablename__ = "steps"
 
     model_id: Mapped[str] = mapped_column(primary_key=True)
     seq_id: Mapped[int] = mapped_column(primary_key=True)
     step: Mapped[int]
-    """Number of the run's optim_steps before: all operations of one step have one number."""
+    """Number of the run's optim_steps before: all operations of a step have one number."""
     at: Mapped[float] = mapped_column(index=True)
     """Time at which it finished."""
     tokens: Mapped[int]
@@ -259,7 +259,7 @@ class StepRow(Table):
     sampler_gap: Mapped[float | None]
     """Mean distance between the trainer's log probabilities and those that were sent, in nats."""
     divergence: Mapped[float | None]
-    """Estimate (k3) of the KL divergence of the sampling policy from the current one."""
+    """Estimate (k3) of the KL divergence of the sampling policy from the current policy."""
     clip_fraction: Mapped[float | None]
     advantage: Mapped[float | None]
     """Mean over positions that train."""
@@ -269,7 +269,7 @@ class StepRow(Table):
 
 
 class ClientMetricRow(Table):
-    """One number that a client reported of its run, such as a reward."""
+    """A number that a client reported of its run, such as a reward."""
 
     __tablename__ = "client_metrics"
 
@@ -283,7 +283,7 @@ class ClientMetricRow(Table):
 
 
 class MachineLoadRow(Table):
-    """The mean of one measure of the machine's load over a minute."""
+    """The mean of a measure of the machine's load over a minute."""
 
     __tablename__ = "machine_loads"
 
@@ -309,7 +309,7 @@ class UnreferencedDirectory(Table):
 
 
 class UsageRow(Table):
-    """The amount of one kind of work for an owner on a base model, in one session and hour."""
+    """The amount of a kind of work for an owner on a base model, in one session and hour."""
 
     __tablename__ = "usage"
 
@@ -325,7 +325,7 @@ class UsageRow(Table):
 
 
 class LeaseRow(Table):
-    """One row that counts the servers that have taken the database. Only the last of them may write (`lease.py`)."""
+    """A row that counts the servers that have taken the database. Only the last of them may write (`lease.py`)."""
 
     __tablename__ = "lease"
 

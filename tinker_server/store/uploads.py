@@ -58,7 +58,7 @@ class Upload(BaseModel):
 
 
 class UploadFolder:
-    """Reads and writes uploads. Calls for one upload do not overlap, apart from the file that comes."""
+    """Reads and writes uploads. Calls for an upload do not overlap, apart from the file that comes."""
 
     def __init__(self, data_dir: Path) -> None:
         self._root = data_dir.resolve() / "uploads"
@@ -86,7 +86,7 @@ class UploadFolder:
             return None
 
     def require(self, upload_id: str, owner: str | None = None) -> Upload:
-        """Return an upload, of this owner if one is given. Raises UnknownUpload."""
+        """Return an upload, of this owner if given. Raises UnknownUpload."""
         upload = self.find(upload_id)
         if upload is None or owner not in (None, upload.owner):
             raise UnknownUpload(f"no upload has the id {upload_id!r}; one is kept for {KEPT_S} s after its links end")
@@ -119,7 +119,7 @@ class UploadFolder:
             raise _not_written(error) from None
 
     async def receive(self, upload: Upload, name: str, parts: AsyncIterator[bytes]) -> int:
-        """Write or replace one file, which is there whole or not at all, and return its bytes.
+        """Write or replace a file, which is there whole or not at all, and return its bytes.
 
         Raises BodyTooLarge, DiskFull.
         """
@@ -146,7 +146,7 @@ class UploadFolder:
         return True
 
     def lock_of(self, upload_id: str) -> asyncio.Lock:
-        """Return the lock of an upload's files, which are received one after the other."""
+        """Return the lock of an upload's files, which are received in succession."""
         return self._coming.setdefault(upload_id, asyncio.Lock())
 
     async def finish(self, upload: Upload) -> None:

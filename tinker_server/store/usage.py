@@ -21,7 +21,7 @@ AT_ONCE = 1000
 
 
 class UsageAmount(NamedTuple):
-    """The amount of one kind of work in an hour."""
+    """The amount of a kind of work in an hour."""
 
     hour: float
     kind: str
@@ -29,7 +29,7 @@ class UsageAmount(NamedTuple):
     base_model: str
     amount: int
     project_id: str | None
-    """Project of the session, if there is one."""
+    """Project of the session, if any."""
 
 
 class SessionMetadata(NamedTuple):

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 MOST_STRANGERS, MOST = 8192, 40960
-"""Connections on which no key has come, and all connections. The first ones take at most 64 KiB each (the head of a
+"""Connections on which no key has come, and all connections. The first take at most 64 KiB each (the head of a
 request) for 20 s."""
 PART_OF_STRANGERS, PART_OF_ALL = 0.25, 0.75
 """Parts of the process's file descriptors: what strangers always have, and what all connections may take. The others
@@ -29,7 +29,7 @@ class Connection(Protocol):
 
 
 class Accounts:
-    """Connections of one kind by their accounts, each account's in the order of their last activity."""
+    """Connections of a kind by their accounts, each account's in the order of their last activity."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -46,7 +46,7 @@ class Accounts:
             self._of[account].move_to_end(connection)
 
     def remove(self, account: str, connection: Connection) -> None:
-        """Count a connection no longer. One that is not counted is ignored: it was ended to make room."""
+        """Count a connection no longer. Ignore it if it is not counted: it was ended to make room."""
         connections = self._of.get(account)
         if connections is None or connection not in connections:
             return

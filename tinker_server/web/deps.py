@@ -151,7 +151,7 @@ Server = Annotated[Services, Depends(_services)]
 
 
 def _part(of: Callable[[Services], T]) -> object:
-    """Return a dependency on one of the services."""
+    """Return a dependency on a service."""
 
     async def part(server: Server) -> T:  # no plain function: FastAPI would run it in a thread
         return of(server)

@@ -68,10 +68,10 @@ SAMPLING = frozenset(
         "weights_info",
     }
 )
-"""Paths that a key of the scope `sample` may use, below API. One that is not here is refused: a new route is, too."""
+"""Paths that a key of the scope `sample` may use, below API. Any other path is refused: a new route is, too."""
 SAMPLING_BELOW = ("samplers/",)
 FINISH = re.compile(r"sessions/[^/]+/finish")
-"""Path with which a client ends its session, for every scope that creates one."""
+"""Path with which a client ends its session, for every scope that creates sessions."""
 LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "asample")} | vendors.LARGE
 """Paths of batches and prompts. All other bodies are small."""
 SMALL_BODY_BYTES = 1 << 20
@@ -199,7 +199,7 @@ class Gate:
 
 
 class BodyLimit:
-    """Answers 413 to a body that is too large, and 408 to a slow one. uvicorn discards the rest of it."""
+    """Answers 413 to a body that is too large, and 408 to a slow body. uvicorn discards the rest of it."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -262,7 +262,7 @@ class BodyLimit:
 
 
 def _route(scope: Scope) -> str:
-    """Return the path with names in place of ids, which is one of the server's routes."""
+    """Return the path with names in place of ids, which is a route of the server."""
     path: str = getattr(scope.get("route"), "path", NO_ROUTE)
     return path
 
@@ -312,7 +312,7 @@ def _most_values(path: str, headers: Headers) -> int | None:
 
 
 def _num_values(body: bytes) -> int:
-    """Return the most values that a piece of JSON has: a comma is between two, and each bracket begins one."""
+    """Return the most values that a piece of JSON has: a comma is between two, and each bracket begins a value."""
     return body.count(b",") + _num_brackets(body)
 
 

@@ -25,7 +25,7 @@ before the first one's answer; each that waits costs memory before its key is kn
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. The parser keeps an incomplete line, so the bytes that complete nothing are counted."""
+    """A connection. The parser keeps an incomplete line, so the bytes that complete nothing are counted."""
 
     def __init__(self, *, connections: Connections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)

@@ -1,9 +1,9 @@
-"""The memory budget of what is in flight: one account per owner, charged before a body's first byte is read, and before
+"""The memory budget of what is in flight: an account per owner, charged before a body's first byte is read, and before
 a large result is read from the database.
 
 A body costs its length while it is received and handled. While it is decoded it also costs its decompressed length.
 A result costs its length until its client has read it. Fair queues grant all this. Requests without an
-owner share one account.
+owner share an account.
 """
 
 from collections.abc import Callable

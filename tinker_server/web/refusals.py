@@ -31,7 +31,7 @@ class Error(Response):
 
 
 def describe(*kinds: type[TinkerServerError]) -> Described:
-    """Describe one answer for each status among these errors, with its possible reasons."""
+    """Describe an answer for each status among these errors, with its possible reasons."""
     texts: dict[int, list[str]] = {}
     for kind in kinds:
         texts.setdefault(kind.status, []).append(f"{kind.__name__}: {kind.__doc__}")

@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
         await self._serving
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, drain, then close the open ones."""
+        """Accept no more connections, drain, then close the open connections."""
         for server in self.servers:
             server.close()
         if self._drain is not None:

@@ -44,11 +44,11 @@ class Starting:
         self._decision: asyncio.Future[TinkerServerError | None] = loop.create_future()
 
     def open(self) -> None:
-        """Serve the held requests, and all later ones."""
+        """Serve the held requests, and all later requests."""
         self._decision.set_result(None)
 
     def refuse(self) -> None:
-        """Refuse the held requests, and all later ones, since the server ends. Does nothing after `open`."""
+        """Refuse the held requests, and all later requests, since the server ends. Does nothing after `open`."""
         if not self._decision.done():
             self._decision.set_result(ShuttingDown("the server ends before it was ready; its log has the reason"))
 

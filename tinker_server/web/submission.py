@@ -81,7 +81,7 @@ class Numbered(BaseModel):
 
 @dataclass(frozen=True)
 class Body:
-    """Reads the body of one kind of operation, as a dependency of a route."""
+    """Reads the body of a kind of operation, as a dependency of a route."""
 
     operation_kind: str
 
@@ -194,7 +194,7 @@ def _content_type(http: HttpRequest, kind: OperationKind) -> str:
 
 
 def _number_of(body: bytes, content_type: str) -> Numbered | None:
-    """Return the number of a body that was refused, if it has one."""
+    """Return the number of a body that was refused, if it has a number."""
     if content_type == wire.PROTOBUF:
         envelope = wire.envelope_of(body)
         return None if envelope is None else Numbered(**envelope._asdict())

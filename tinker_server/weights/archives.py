@@ -17,7 +17,7 @@ from tinker_server.store.holdings import Holdings
 from tinker_server.weights import export
 
 PACKED_AT_ONCE = 2
-"""Archives, one of each owner. Packing takes a processor for seconds, so it has threads of its own: other work in
+"""Archives, each of an owner. Packing takes a processor for seconds, so it has threads of its own: other work in
 threads must not wait for it."""
 
 

@@ -1,7 +1,7 @@
-"""Whether an adapter that names its base can be of the one that it is uploaded for.
+"""Whether an adapter that names its base can be of the base that it is uploaded for.
 
-Bases of one architecture have the same shapes, so an adapter of another one loads and gives wrong numbers. A name of
-the hub says which base it is; a path on somebody's machine need not.
+Bases of the same architecture have the same shapes, so an adapter of another base loads and gives wrong numbers. A name
+of the hub says which base it is; a path on somebody's machine need not.
 """
 
 import json

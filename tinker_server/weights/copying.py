@@ -53,7 +53,7 @@ def run_of_weights(
 
 
 class Copying:
-    """Copies weights one at a time. A copy has a training run of its own, which was never in memory."""
+    """Copies weights, a single copy at a time. A copy has a training run of its own, which was never in memory."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class Copying:
     async def copy(
         self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str, readers: Set[str]
     ) -> TinkerPath:
-        """Copy weights and return the copy's path; a repeat, which has the same key, gets the first one's.
+        """Copy weights and return the copy's path; a repeat, which has the same key, gets the path of the first.
 
-        The copy is the owner's; its source is public or owned by one of the readers.
+        The copy is the owner's; its source is public or owned by a reader.
 
         Raises BadRequest, LimitReached, ModelIdTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
         """

@@ -12,7 +12,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 class Place(TypedDict):
-    """One tensor in the header of a safetensors file."""
+    """A tensor in the header of a safetensors file."""
 
     dtype: str
     shape: list[int]
@@ -20,7 +20,7 @@ class Place(TypedDict):
 
 
 class NewTensor(Protocol):
-    """One tensor of a new file, made of bytes of an old one."""
+    """A tensor of a new file, made of bytes of an old file."""
 
     @property
     def dtype(self) -> str:
@@ -70,7 +70,7 @@ def rearrange(
 
 @dataclass
 class CopiedTensor:
-    """One tensor of the new file, with the offsets of its bytes in the old one, counted from the first tensor."""
+    """A tensor of the new file, with the offsets of its bytes in the old file, counted from the first tensor."""
 
     dtype: str
     part_shape: list[int]

@@ -1,4 +1,4 @@
-"""Adapters of other programs, or of other servers, as saved weights of this one.
+"""Adapters of other programs, or of other servers, as saved weights of this server.
 
 A client starts an upload, puts two files to signed links, and finishes it. The trainer reads the adapter into a model
 of the given shape and saves it. So the weights that are recorded are its own: every tensor was found and is finite, and
@@ -35,13 +35,13 @@ NAME = "uploaded"
 UPLOADS_OF_OWNER = 4
 """Uploads of an owner whose files are still to come, or there."""
 DEATHS = 2
-"""Ends of the trainer under one upload, after which it is refused."""
+"""Ends of the trainer under an upload, after which it is refused."""
 _TENSOR_BYTES, _HEADER_BYTES = 512, 64 << 10
 """Room in a file's header for each tensor, and for all else."""
 
 
 class Uploads:
-    """Starts uploads, and turns finished ones into saved weights, each once however often a client asks."""
+    """Starts uploads, and turns finished uploads into saved weights, each once however often a client asks."""
 
     def __init__(self, folder: UploadFolder, sessions: SessionStore, runs: RunStore, stores: WeightStores) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Uploads:
         self._deaths: Counter[str] = Counter()
 
     async def start(self, request: UploadStartRequest, idempotency_key: str | None, owner: str) -> Upload:
-        """Start an upload, or return the one that was started with the same key.
+        """Start an upload, or return the upload that was started with the same key.
 
         Raises BadRequest, LimitReached, UnknownBaseModel, DiskFull.
         """
@@ -158,7 +158,7 @@ class Uploads:
 
 
 def _new(request: UploadStartRequest, info: BaseModelInfo, idempotency_key: str | None, owner: str) -> Upload:
-    """Return the upload that a request starts. Raises BadRequest for one that could not be finished."""
+    """Return the upload that a request starts. Raises BadRequest for an upload that could not be finished."""
     rank = request.lora_config.rank
     if not 1 <= rank <= info.max_lora_rank:
         raise BadRequest(

@@ -27,7 +27,7 @@ _WHOLE_MODEL_FILE = "canary.json"
 
 
 class Version:
-    """One version's files, and how many use it."""
+    """A version's files, and how many use it."""
 
     def __init__(self, weights: Path, linked: Path, number: int, linking: "asyncio.Future[LoadCheck | None]") -> None:
         """`linked` is the directory of the links, and `linking` ends when they are there."""

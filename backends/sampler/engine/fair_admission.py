@@ -33,7 +33,7 @@ class _Sequence:
 
 @dataclass(eq=False)
 class _Queue:
-    """Waiting sequences of one owner and one adapter, in order of arrival; never empty for long."""
+    """Waiting sequences of an owner and one adapter, in order of arrival; never empty for long."""
 
     owner: str
     adapter: Path | None

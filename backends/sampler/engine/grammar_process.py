@@ -32,7 +32,7 @@ class Grammars:
         self._compiler: xgrammar.GrammarCompiler | None = None
 
     def handle(self, command: StartGrammars | TryGrammar, _: OnPart) -> None:
-        """Run one command. Raises InvalidInput for what is no grammar, or one that accepts nothing."""
+        """Run a command. Raises InvalidInput for what is no grammar, or a grammar that accepts nothing."""
         match command:
             case StartGrammars(tokenizer, limit_s):
                 info = xgrammar.TokenizerInfo.deserialize_json(tokenizer)

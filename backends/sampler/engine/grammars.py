@@ -31,7 +31,7 @@ _TOOK_TOO_LONG = (
 
 
 class Grammars:
-    """Tries the grammars of one engine's requests in a separate process, which starts with the first of them."""
+    """Tries the grammars of an engine's requests in a separate process, which starts with the first of them."""
 
     def __init__(self, name: str, tokenizer: object, vocab_size: int) -> None:
         self._name = f"grammars {name}"

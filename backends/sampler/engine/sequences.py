@@ -1,4 +1,4 @@
-"""One sequence in the engine, from its prompt to its last token: for tasks, chats and load checks alike."""
+"""A sequence in the engine, from its prompt to its last token: for tasks, chats and load checks alike."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ from backends.sampler.engine.requests import engine_input, send_once
 
 log = logging.getLogger(__name__)
 _SENDINGS = 3
-"""Tries of one sequence, where the engine has evicted an image that was left out."""
+"""Tries of a sequence, where the engine has evicted an image that was left out."""
 _SCORING = SamplingParams(
     max_tokens=1,
     temperature=0,
@@ -37,7 +37,7 @@ _score_ids = itertools.count()
 
 
 class Sequences:
-    """The sequences of one engine."""
+    """The sequences of an engine."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class Sequences:
     async def run(
         self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one sequence, as many as `params.output_kind` says.
+        """Yield the outputs of a sequence, as many as `params.output_kind` says.
 
         The prompt of the least `priority` is computed first. Cancelling, or closing, takes the sequence out of the
         engine. Raises InvalidInput where the engine refuses it, BackendFailed where it fails.

@@ -22,7 +22,7 @@ from backends.sampler.engine.engine import MAX_ADAPTERS
 
 
 class VersionCache:
-    """The versions of one engine."""
+    """The versions of an engine."""
 
     def __init__(self, scratch_dir: Path, loader: AdapterLoader) -> None:
         """Empties `scratch_dir`."""

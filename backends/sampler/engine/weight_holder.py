@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
-    """Holds the weights of one engine."""
+    """Holds the weights of an engine."""
 
     def __init__(self, spec: ModelSpec, gpu: int | None) -> None:
         self._socket = spec.base_socket(gpu)

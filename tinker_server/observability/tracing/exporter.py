@@ -28,7 +28,7 @@ SERVICES = ("server", "trainer", "sampler")
 
 
 class Exporter:
-    """Creates and exports the traces of one server."""
+    """Creates and exports the traces of a server."""
 
     def __init__(self, endpoint: str) -> None:
         """Start exporting to `endpoint`, the collector's URL for OTLP over HTTP without `/v1/traces`."""

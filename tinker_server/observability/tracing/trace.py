@@ -9,12 +9,12 @@ from opentelemetry.trace import Span, StatusCode, Tracer, set_span_in_context
 from backends.processes.spans import ANSWERED, ProcessSpan
 
 MAX_PROCESS_SPANS = 256
-"""Spans of trainer and sampler in one trace; further ones are only counted."""
+"""Spans of trainer and sampler in a trace; further spans are only counted."""
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class Trace:
-    """The trace of one operation: a root span with one child per stage, in succession."""
+    """The trace of an operation: a root span with a child per stage, in succession."""
 
     def __init__(self, root: Span, tracers: Mapping[str, Tracer]) -> None:
         self._root = root
@@ -25,7 +25,7 @@ class Trace:
         self._num_process_spans = 0
 
     def begin(self, name: str, since_ns: int | None = None) -> None:
-        """Begin the next stage, and end the one before."""
+        """Begin the next stage, and end the stage before."""
         self._end_stage()
         self._stage = name, self._tracers["server"].start_span(name, self._context, start_time=since_ns)
 
@@ -44,7 +44,7 @@ class Trace:
         self._root.set_attributes({f"tinker.{name}": value for name, value in attributes.items()})
 
     def add_process_span(self, of_process: ProcessSpan) -> None:
-        """Add a process's work to the stage `run`, if it is the current one."""
+        """Add a process's work to the stage `run`, if it is the current stage."""
         if self._stage is None or self._stage[0] != "run":
             return
         self._num_process_spans += 1

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class BatchWriter(Generic[T]):
-    """One task that passes the items that have arrived to `write`, which must not raise."""
+    """A task that passes the items that have arrived to `write`, which must not raise."""
 
     def __init__(self, name: str, write: Callable[[list[T]], Awaitable[None]], max_batch: int) -> None:
         self._name = name

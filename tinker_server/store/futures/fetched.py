@@ -20,7 +20,7 @@ LARGE_BYTES = 1 << 20
 NOTED_BYTES = 1024
 """Smaller results are not noted: they take no more than their row, which stays."""
 AT_ONCE = 500
-"""Results in one statement: databases limit its parameters."""
+"""Results in a statement: databases limit its parameters."""
 FETCHED = cast(Table, FetchedRow.__table__)
 _PLAIN = {"synchronize_session": False}
 

@@ -1,4 +1,4 @@
-"""Images of bodies that may be needed, each stored once: an epoch sends the same ones again.
+"""Images of bodies that may be needed, each stored once: an epoch sends the same images again.
 
 They are written to the database in the transaction of the body that has them. So they are as safe as it, and none is
 ever left over. Every function runs within a transaction of its caller.
@@ -16,7 +16,7 @@ from tinker_server.store.tables import Future, Image, ImagePlaceRow
 KINDS = ("forward_backward",)
 """Operations whose images are stored like this: logs keep them. The others' bodies are deleted when they end."""
 AT_ONCE = 500
-"""Images in one statement: databases limit its parameters."""
+"""Images in a statement: databases limit its parameters."""
 _PLAIN = {"synchronize_session": False}
 
 

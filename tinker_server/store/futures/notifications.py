@@ -30,7 +30,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished sample."""
+    """A finished sample."""
 
     cursor: int
     request_id: str
@@ -77,13 +77,13 @@ class Completions:
         self._logs: dict[Target, _Log] = {}
 
     def note(self, request_id: str, result: Result) -> None:
-        """Add a finished sample to its log, if there is one. Samples come in the order of `finished_at`."""
+        """Add a finished sample to its log, if any. Samples come in the order of `finished_at`."""
         if (log := self._logs.get(Target(result.lane, result.seq_id // CLIENT_SPAN))) is not None:
             cursor = round(result.finished_at * 1e6)
             log.append(Completion(cursor, request_id, result.failed, len(result.body)))
 
     async def after(self, target: Target, cursor: int, hold_s: float) -> list[Completion]:
-        """Return the samples that finished after `cursor`, once there is one, or none if `hold_s` is over before."""
+        """Return the samples that finished after `cursor`, once there is any, or none if `hold_s` is over before."""
         log = await self._log(target, cursor)
         log.trim(cursor)
         log.grown.clear()

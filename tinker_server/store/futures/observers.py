@@ -48,7 +48,7 @@ class Observers:
     """Functions that are called as operations go on, in the order in which they subscribed."""
 
     accepted: list[Callable[[Operation], None]] = field(default_factory=list)
-    """This server or an earlier one stored the operation, and it waits."""
+    """This server or an earlier server stored the operation, and it waits."""
     running: list[Callable[[Work[Any]], AbstractContextManager[None]]] = field(default_factory=list)
     """The context is open while the operation runs."""
     succeeded: list[Callable[[Work[Any]], Awaitable[None]]] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Operations from their submit until their results are stored.
 
-Submits and results are committed apart from one another, each in batches. An operation is one row, whatever becomes of
+Submits and results are committed apart, each in batches. An operation is one row, whatever becomes of
 the connection and however often it is sent. A result is offered to the database until it is stored; one that cannot be
 stored does not hold up the others.
 """
@@ -20,7 +20,7 @@ from tinker_server.store.futures.rows import First, FutureRows
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 1000
-"""Submits, or results, in one transaction."""
+"""Submits, or results, in a transaction."""
 RETRY_S = 1.0
 """Pause before results that the database refused are offered again."""
 RELEASED_HOLD_S = 1.0
@@ -94,7 +94,7 @@ class FutureQueue:
         """Store an operation, durably when this returns.
 
         The same lane and seq_id with an equal body again gives the first request_id. Raises BadRequest,
-        SequenceConflict if the first one was another operation, and whatever the database raises.
+        SequenceConflict if the first was another operation, and whatever the database raises.
         """
         if not 0 <= operation.seq_id < 2**63:
             raise BadRequest(f"seq_id {operation.seq_id} is not between 0 and 2^63 - 1")
@@ -237,7 +237,7 @@ class FutureQueue:
             await asyncio.sleep(RETRY_S)
 
     async def _store_alone(self, request_id: str, result: Result) -> bool:
-        """Store one result, or, in place of one that cannot be stored, an error; return whether that was done."""
+        """Store a result, or, if it cannot be stored, an error in its place; return whether that was done."""
         try:
             await self._store([(request_id, result)])
         except DatabaseUnavailable:

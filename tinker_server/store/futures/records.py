@@ -38,7 +38,7 @@ class Operation:
     content_type: str
     owner: str
     digest: str = ""
-    """Hash of the body: an equal one under the same number is a repeat."""
+    """Hash of the body: an equal hash under the same number is a repeat."""
     size_bytes: int = 0
     """Bytes of the body."""
     image_bytes: int = field(default=0, compare=False)
@@ -51,8 +51,8 @@ class Operation:
     request: Request | None = field(default=None, compare=False, repr=False)
     """The decoded body, if it is at hand and will be needed soon. It is not stored."""
     tries: int | None = None
-    """Servers that began the operation after an earlier one left it unfinished, and did not finish it either. None for
-    an operation that this server accepted."""
+    """Servers that began the operation after an earlier server left it unfinished, and did not finish it either. None
+    for an operation that this server accepted."""
     images: tuple[ImagePlace, ...] = ()
     """The body's images in order. Each is stored once, even if other bodies have it too."""
     traceparent: str = field(default="", compare=False, repr=False)

@@ -14,7 +14,7 @@ from tinker_server.store.futures import images
 from tinker_server.store.tables import Future
 
 AT_ONCE = 100
-"""Entries on one page."""
+"""Entries on a page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from tinker_server.store.tables import Future
 FUTURES = cast(Table, Future.__table__)
 FINISHED = ("done", "failed")
 PAST_AT_ONCE = 1000
-"""Operations on one page."""
+"""Operations on a page."""
 
 
 class First(NamedTuple):
@@ -154,7 +154,7 @@ class FutureRows:
             return await session.scalar(query) is not None
 
     async def insert(self, operations: list[Operation], now: float) -> list[First | SequenceConflict]:
-        """Add what is new; return for each operation the first one under its number, or the conflict with it."""
+        """Add what is new; return for each operation the first under its number, or the conflict with it."""
         async with self._db.write_rows() as connection:
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
             rows = [_new_columns(operation, now) for operation in operations]
@@ -171,7 +171,7 @@ class FutureRows:
             return firsts
 
     async def finish(self, results: list[tuple[str, Result]]) -> None:
-        """Store results by request_id, unless there is one already."""
+        """Store results by request_id, unless there is a result already."""
         change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
         kept = [_make_result_columns(*result) for result in results if _may_run_again(result[1])]
         done = [_make_result_columns(*result) | {"request": b""} for result in results if not _may_run_again(result[1])]
@@ -196,7 +196,7 @@ class FutureRows:
                 await connection.execute(done.values(status="expired", result=None))
 
     async def completions(self, target: Target) -> list[Completion]:
-        """Return the finished samples of one client of a sampling session."""
+        """Return the finished samples of a client of a sampling session."""
         columns = (Future.request_id, Future.status, func.length(Future.result), Future.finished_at)
         query = select(*columns).where(
             Future.lane == target.lane,

@@ -28,7 +28,7 @@ DELETIONS_AT_ONCE, IDS_AT_ONCE = 10, 500
 Admit = Callable[[int], Awaitable[object]]
 """Is awaited with the size of a stored result before it is handed out."""
 MAX_RESULT_BYTES = 512 << 20
-"""Bytes of one operation's result. SQLite takes 10^9 bytes in one value, PostgreSQL 2^30."""
+"""Bytes of an operation's result. SQLite takes 10^9 bytes in one value, PostgreSQL 2^30."""
 
 
 async def _at_once(_: int) -> None:
@@ -36,7 +36,7 @@ async def _at_once(_: int) -> None:
 
 
 class FutureStore:
-    """The futures: `queue` has the unfinished operations, `rows` the stored ones, and the rest serves results."""
+    """The futures: `queue` has the unfinished operations, `rows` the stored operations, and the rest serves results."""
 
     def __init__(
         self,

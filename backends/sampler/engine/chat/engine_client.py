@@ -50,7 +50,7 @@ class Shared:
 
 
 class ChatEngine:
-    """vLLM's `EngineClient`, as far as its handlers use it, for one request."""
+    """vLLM's `EngineClient`, as far as its handlers use it, for a request."""
 
     def __init__(self, shared: Shared, task: ChatTask, held: Version | None) -> None:
         self._shared = shared
@@ -206,7 +206,7 @@ def params_of_sequence(
 
 
 class Record:
-    """Records the sequences of one prompt as samples, until they are more than `max_bytes`."""
+    """Records the sequences of a prompt as samples, until they are more than `max_bytes`."""
 
     def __init__(self, prompt: ModelInput, params: SamplingParams, max_bytes: int) -> None:
         self._prompt = prompt

@@ -54,7 +54,7 @@ class _Names:
 
 
 class Chats:
-    """The handlers of one engine."""
+    """The handlers of an engine."""
 
     def __init__(self, engine: AsyncLLM, shared: Shared) -> None:
         self._shared = shared

@@ -91,7 +91,7 @@ CPUKernels = kernels_with_prompt_rows(SlotKernels)
 
 
 def _weight(stacked: Tensor, slot: int) -> Tensor:
-    """Return one adapter's matrix; some layers have a dimension of one in between."""
+    """Return an adapter's matrix; some layers have a dimension of one in between."""
     return stacked[slot, 0] if stacked.dim() == 4 else stacked[slot]
 
 

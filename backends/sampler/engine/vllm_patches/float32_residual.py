@@ -88,7 +88,7 @@ def add_and_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, epsilon: f
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _add_and_norm(x, residual, weight, normed, total, width, epsilon, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    """Compute one token."""
+    """Compute a token."""
     column = tl.arange(0, BLOCK)
     inside = column < width
     offset = tl.program_id(0).to(tl.int64) * width + column

@@ -2,7 +2,7 @@
 
 Launching a short prompt's kernels one by one takes 75 ms on an H200 for a model of 4 billion parameters, and 17 ms from
 a graph; whoever decodes in the same step waits as long. vLLM 0.32 captures graphs of both kinds of step only with its
-torch.compile, or (`FULL`) graphs of one kind that serves both, and decodes more slowly.
+torch.compile, or (`FULL`) graphs of a kind that serves both, and decodes more slowly.
 
 Prompts with images run eagerly. Buffers for features of the first decoder layers are cleared only if non-empty, and
 they are empty at capture: a captured graph would leak one prompt's image features into the next step.

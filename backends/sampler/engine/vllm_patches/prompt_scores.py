@@ -65,7 +65,7 @@ def extra_args(
 
 @dataclass
 class ScoredTokens:
-    """One request's tokens and scores, filled as its prompt is computed, in one step or several."""
+    """A request's tokens and scores, filled as its prompt is computed, in one step or several."""
 
     targets_PK: Tensor
     num_draws: int
