@@ -112,7 +112,7 @@ def tensor_bytes(directory: Path) -> dict[str, int]:
 
 
 def tensor_layouts(directory: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return the type and shape of each tensor in the safetensors files, as they name them."""
+    """Return the dtype (as safetensors spells it) and the shape of each tensor in the safetensors files, by name."""
     return {tensor.name: (tensor.dtype, tensor.shape) for _, tensor in _tensors(directory)}
 
 

@@ -119,18 +119,18 @@ async def _usage(server: Services, owner: str, start: float, end: float) -> Asyn
 
     async def pages() -> AsyncIterator[Sequence[UsageAmount]]:
         async for page in server.usage.between(owner, start, end):
-            session_ids.update(dict.fromkeys(used.session_id for used in page))
+            session_ids.update(dict.fromkeys(usage.session_id for usage in page))
             yield page
 
-    def event(used: UsageAmount) -> UsageEvent:
+    def event(usage: UsageAmount) -> UsageEvent:
         return UsageEvent(
-            bucket_start=from_unix(used.hour),
-            bucket_end=from_unix(used.hour + HOUR_S),
-            base_model=used.base_model,
+            bucket_start=from_unix(usage.hour),
+            bucket_end=from_unix(usage.hour + HOUR_S),
+            base_model=usage.base_model,
             user_id=user_id,
-            session_id=used.session_id,
-            project_id=used.project_id or DEFAULT_PROJECT,
-            event_info=_event_info(used.kind, used.amount),
+            session_id=usage.session_id,
+            project_id=usage.project_id or DEFAULT_PROJECT,
+            event_info=_event_info(usage.kind, usage.amount),
         )
 
     async for part in _whole(b'{"data":[', entries(pages(), event, owner), b'],"sessions":{'):

@@ -123,7 +123,7 @@ class SessionStore:
         return self._cached.setdefault(session_id, record(Session, row))
 
     async def _change(self, session_id: str, *conditions: ColumnElement[bool], **values: object) -> None:
-        """Change the row, then the cache, never the other way round."""
+        """Change the row, then the cache: the cache must not be ahead of the database."""
         change = update(SessionRow).where(SessionRow.session_id == session_id, *conditions).values(**values)
         async with self._db.write() as session:
             await session.execute(change, execution_options={"synchronize_session": False})

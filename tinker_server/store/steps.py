@@ -98,7 +98,7 @@ class StepStore:
             return [Point(*row) for row in await session.execute(query)]
 
     async def pages(self, model_id: str, at_once: int) -> AsyncIterator[list[Step]]:
-        """Yield all of a run in order, in pages of `at_once`."""
+        """Yield the steps of a run in order, in pages of `at_once`."""
         after = -1
         while True:
             query = select(STEPS).where(_OF.model_id == model_id, _OF.seq_id > after).order_by(_OF.seq_id)

@@ -73,7 +73,7 @@ def _answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOut
     num_scored = num_scored_tokens(task.scores)
     if task.scores.logprobs or num_scored:
         length = len(rendered.token_ids_T)
-        token_ids_PC, logprobs_PC = _table(outputs[0].prompt_logprobs, 1, length, num_scored)
+        token_ids_PC, logprobs_PC = _read_scores(outputs[0].prompt_logprobs, 1, length, num_scored)
         fields = _prompt_scores(task.scores, rendered, token_ids_PC, logprobs_PC)
     return SampleResponse(
         sequences=[_sequence(output.outputs[0], task.topk) for output in outputs],
@@ -85,7 +85,7 @@ def _answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOut
 def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
     if output.finish_reason not in ("stop", "length"):
         raise BackendFailed(f"the engine ended a sample with {output.finish_reason}")
-    token_ids_TK, logprobs_TK = _table(output.logprobs, 0, len(output.token_ids), k)
+    token_ids_TK, logprobs_TK = _read_scores(output.logprobs, 0, len(output.token_ids), k)
     if np.isneginf(logprobs_TK[:, 0]).any():
         raise FloatingPointError("log probabilities of sampled tokens are not finite")
     return SampledSequence(
@@ -148,8 +148,8 @@ def _chosen(targets: TensorData, logprobs_PK: np.ndarray) -> PromptTensor:
     return PromptTensor(values=values, shape=shape, crow_indices=crow, col_indices=col)
 
 
-def _table(flat: FlatLogprobs, start: int, end: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and log probabilities at positions start to end: the token itself, then k more of each.
+def _read_scores(flat: FlatLogprobs, start: int, end: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids and log probabilities [end - start, k + 1]: each token itself, then the k likeliest.
 
     Raises FloatingPointError for NaN and infinity.
     """

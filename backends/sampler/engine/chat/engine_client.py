@@ -69,7 +69,7 @@ class ChatEngine:
         return self._task.endpoint == "completions" and self._task.body.get("max_tokens") == 0
 
     def samples(self) -> tuple[tuple[api.SampleRequest, api.SampleResponse], ...]:
-        """Return the samples, as ChatUsage has them."""
+        """Return the recorded samples, for `ChatUsage.drawn`."""
         return tuple(found for record in self._records if (found := record.read()) is not None)
 
     def check_admission(self, n: int) -> None:
