@@ -31,6 +31,10 @@ class BaseModels:
             )
         return served
 
+    def ranks(self, name: str) -> int:
+        """Return the number of the ranks that train a base model; 1 if it is no longer served."""
+        return int(self.served[name].info.numerics.get("ranks", 1)) if name in self.served else 1
+
     def trainers(self) -> list[Trainer]:
         """Return each trainer once: names that share a directory share one."""
         return list({id(base.trainer): base.trainer for base in self.served.values()}.values())

@@ -83,7 +83,7 @@ def _queue(server: Services) -> Iterator[Metric]:
 
 
 def _work(server: Services) -> Iterator[Metric]:
-    tokens = {key: amount for key, amount in server.usage.totals.items() if key[0] != "checkpoint"}
+    tokens = {key: amount for key, amount in server.usage.totals.items() if key[0] not in ("checkpoint", "trainer_ms")}
     yield _counter("tinker_tokens", "Tokens trained on, prefilled and sampled.", ("kind", "base_model"), tokens)
     snapshots = {("taken",): server.snapshots.num_taken, ("failed",): server.snapshots.num_failed}
     yield _counter("tinker_snapshots", "Snapshots of models in training.", ("outcome",), snapshots)

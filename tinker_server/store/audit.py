@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import Text, cast, false, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -27,6 +27,15 @@ class AuditEntry(NamedTuple):
     """In JSON."""
 
 
+class OwnedEntry(NamedTuple):
+    """An entry with its owner."""
+
+    owner: str
+    at: float
+    event: str
+    details: dict[str, Any]
+
+
 class AuditStore:
     """Reads and writes the audit table."""
 
@@ -46,6 +55,16 @@ class AuditStore:
             await session.merge(row)  # it may be there already, if the answer to an earlier commit was lost
 
         await self._db.change(add)
+
+    async def newest_of_day(self, owner: str | None, start: float, limit: int) -> list[OwnedEntry]:
+        """Return the newest entries of 24 hours, of one owner or of all."""
+        row = AuditEntryRow
+        query = select(row.owner, row.at, row.event, row.details).where(row.at >= start, row.at < start + DAY_S)
+        if owner is not None:
+            query = query.where(row.owner == owner)
+        async with self._db.read() as session:
+            rows = await session.execute(query.order_by(row.at.desc(), row.entry_id).limit(limit))
+            return [OwnedEntry(*found) for found in rows]
 
     async def of_day(
         self, owner: str, start: float, prefixes: tuple[str, ...], at_once: int = AT_ONCE

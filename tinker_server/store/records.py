@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 NO_SESSION = ""
 """The session_id of samples outside any session."""
-UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpoint"]
+UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpoint", "trainer_ms"]
 
 
 @dataclass(frozen=True, kw_only=True)

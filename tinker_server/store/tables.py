@@ -316,7 +316,8 @@ class UsageRow(Table):
     hour: Mapped[float] = mapped_column(primary_key=True)
     """Start of the hour."""
     kind: Mapped[str] = mapped_column(primary_key=True)
-    """`training`, `prefill`, `cached_prefill`, `sampled` (tokens), or `checkpoint` (their number)."""
+    """`training`, `prefill`, `cached_prefill`, `sampled` (tokens), `checkpoint` (their number), or
+    `trainer_ms` (milliseconds of the trainer, times its ranks)."""
     owner: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(primary_key=True)
     """Empty for samples outside any session."""

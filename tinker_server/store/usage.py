@@ -2,11 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 from typing import cast as typed
 
-from sqlalchemy import Table, Text, cast, func, select, tuple_
+from sqlalchemy import BigInteger, Table, Text, cast, func, select, tuple_
 
 from tinker_server.store.database import Database
 from tinker_server.store.futures.observers import Work
@@ -16,6 +16,8 @@ from tinker_server.store.tables import SessionRow, UsageRow
 USAGE = typed(Table, UsageRow.__table__)
 KEY = ("hour", "kind", "owner", "session_id", "base_model")
 HOUR_S = 3600
+TRAINED = ("forward", "forward_backward", "optim_step")
+"""Operations for which the trainer computes."""
 AT_ONCE = 1000
 """Amounts of a page: the event loop takes them from the database in a few milliseconds."""
 
@@ -43,8 +45,9 @@ class SessionMetadata(NamedTuple):
 class UsageStore:
     """Reads and writes the usage table."""
 
-    def __init__(self, db: Database) -> None:
-        self._db = db
+    def __init__(self, db: Database, ranks_of: Callable[[str], int] = lambda _: 1) -> None:
+        """`ranks_of`: number of the trainer's ranks, by base model."""
+        self._db, self._ranks_of = db, ranks_of
         self._unwritten: Counter[tuple[float, UsageKind, str, str, str]] = Counter()
         self.totals: Counter[tuple[UsageKind, str]] = Counter()
         """Amounts by kind and base model, since the server started."""
@@ -58,7 +61,10 @@ class UsageStore:
 
     async def on_success(self, work: Work[Any]) -> None:
         """Count what an operation used."""
-        for kind, amount in work.used.items():
+        used = dict(work.used)
+        if work.operation.operation_kind in TRAINED:
+            used["trainer_ms"] = round(work.run_s * 1000 * self._ranks_of(work.base_model))
+        for kind, amount in used.items():
             self.count(kind, work.operation.owner, work.session_id, work.base_model, amount)
 
     async def save(self) -> None:
@@ -87,7 +93,7 @@ class UsageStore:
         query = (
             select(*columns)
             .outerjoin(SessionRow, SessionRow.session_id == row.session_id)
-            .where(row.owner == owner, row.hour < end)
+            .where(row.owner == owner, row.hour < end, row.kind != "trainer_ms")  # no kind of the API
             .order_by(*key)
             .limit(at_once)
         )
@@ -113,6 +119,17 @@ class UsageStore:
                 page = [SessionMetadata(*found) for found in await session.execute(query.where(wanted))]
             if page:
                 yield page
+
+    async def by_day(self, owner: str | None, start: float) -> Counter[tuple[int, str, str]]:
+        """Return amounts by day since 1970 (UTC), owner and kind, of hours from `start` on; of one owner, or of all."""
+        await self.save()
+        day = cast(UsageRow.hour, BigInteger) // (24 * HOUR_S)
+        query = select(day, UsageRow.owner, UsageRow.kind, func.sum(UsageRow.amount)).where(UsageRow.hour >= start)
+        if owner is not None:
+            query = query.where(UsageRow.owner == owner)
+        async with self._db.read() as session:
+            rows = await session.execute(query.group_by(day, UsageRow.owner, UsageRow.kind))
+            return Counter({(int(at), name, kind): int(amount) for at, name, kind, amount in rows})
 
     async def by_owner(self, start: float) -> Counter[tuple[str, str]]:
         """Return amounts by owner and kind, of hours that begin at `start` or later."""

@@ -12,6 +12,7 @@ from tinker_server.dashboard.pages import (
     machine,
     owners,
     playground,
+    records,
     run,
     runs,
     samples,
@@ -19,7 +20,7 @@ from tinker_server.dashboard.pages import (
 )
 from tinker_server.dashboard.rendering import FOLDER
 
-ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, keys, owners, console)
+ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, keys, owners, records, console)
 
 
 def install(app: FastAPI) -> None:
