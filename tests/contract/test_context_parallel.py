@@ -240,6 +240,22 @@ def test_every_kind_of_attention_and_of_images_is_computed_in_slices(tmp_path: P
     check_as_one(on_slices(2, 2, of_kinds, sources), of_kinds(ALONE, sources))
 
 
+WITH_LAYOUTS = ("sinks and experts", "latent attention", "linear attention", "linear attention and images")
+
+
+def of_the_service(world: World, sources: Mapping[str, Path]) -> Found:
+    loras = {
+        **LORAS,
+        **{name: lora.model_copy(update={"layout": "service"}) for name, lora in LORAS.items() if name != "b"},
+    }
+    return {name: shared(with_models(rank_of(world, source), loras), source, TEXTS) for name, source in sources.items()}
+
+
+def test_models_of_both_layouts_are_computed_in_slices(tmp_path: Path) -> None:
+    sources = {name: KINDS[name](tmp_path / name) for name in WITH_LAYOUTS}
+    check_as_one(on_slices(2, 2, of_the_service, sources), of_the_service(ALONE, sources))
+
+
 def of_kinds_in_float64(world: World, sources: Mapping[str, Path]) -> Found:
     with in_float64():
         found = {}

@@ -52,7 +52,7 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
     source, routing_dir = make(tmp_path / "model"), tmp_path / "routing"
     renderer = make_renderer(source)
     rank = TrainerRank(replace(config(source), routing_dir=routing_dir), World(0, 1, torch.device("cpu")))
-    rank.create_model("m", LORA)
+    rank.create_model("m", LORA.model_copy(update={"layout": "service"}))
     perturb(rank, "m")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
     spec = replace(sampler_config(source, tmp_path / "scratch"), routing_dir=routing_dir, tensor_parallel=num_ranks)
