@@ -15,6 +15,7 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
 from tinker_server.weights import export
+from tinker_server.weights.peft_form import write_expanded
 
 PACKED_AT_ONCE = 2
 """Archives, each of an owner. Packing takes a processor for seconds, so it has threads of its own: other work in
@@ -64,7 +65,7 @@ def _pack(directory: Path, archive: Path) -> None:
         if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / export.PEFT).exists():
             with tempfile.TemporaryDirectory(dir=archive.parent) as exported:
                 export.write_tinker_form(directory, Path(exported))
-                is_expanded = export.write_expanded(directory, Path(exported) / export.PEFT)
+                is_expanded = write_expanded(directory, Path(exported) / export.PEFT)
                 tar.add(exported, "")
             expanded = (ADAPTER_FILE, ADAPTER_CONFIG_FILE) if is_expanded else ()
             tar.add(directory, export.PEFT, filter=lambda file: None if Path(file.name).name in expanded else file)

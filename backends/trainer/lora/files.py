@@ -82,7 +82,8 @@ class LoraFiles:
             except (OSError, SafetensorError):
                 return None  # reading the tensors says what is wrong
 
-        found = gather_objects(on_rank_zero(read, self._world), self._world)[0]
+        own = on_rank_zero(read, self._world)
+        found = gather_objects(own, self._world)[0]
         return config if found is None else config.model_copy(update={"layout": found})
 
     def load_state(self, model: LoraModel, directory: Path, *, with_optimizer: bool) -> None:

@@ -115,7 +115,8 @@ def read_config(directory: Path) -> SavedConfig:
         raise InvalidInput(f"{ADAPTER_CONFIG_FILE} is no JSON object")
     for name, value in config.items():
         _require_known(name, value)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
     ranks, alphas = (_read_patterns(config, name) for name in ("rank_pattern", "alpha_pattern"))
     for name, value in {"r": rank, **{f"rank_pattern of {module}": own for module, own in ranks.items()}}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -28,7 +28,8 @@ from tests.factories import cross_entropy, datum, make_renderer, present
 from tests.models import make_tiny_vl
 from tests.slots import BFLOAT16_NATS, running_engine, seeing_trainer, trained_scores
 from tests.trainers import forward_backward
-from tinker_server.weights.export import PEFT, write_expanded
+from tinker_server.weights.export import PEFT
+from tinker_server.weights.peft_form import write_expanded
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Tensors = dict[str, Tensor]
