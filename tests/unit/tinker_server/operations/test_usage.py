@@ -69,3 +69,14 @@ async def test_nothing_negative_is_counted(db: Database) -> None:
     usage = UsageStore(db)
     with pytest.raises(AssertionError):
         usage.count("prefill", "alice", "s", "tiny", -246)
+
+
+async def test_time_of_the_trainer_is_counted_for_each_rank_and_is_no_event_of_the_api(db: Database) -> None:
+    usage = UsageStore(db, {"tiny": 4}.__getitem__)
+    operation = Operation("forward_backward", "run", 1, b"", "application/json", "alice")
+    await usage.on_success(Work(operation, None, base_model="tiny", used={"training": 7}, run_s=1.5))
+    day = int(time.time() // 86400)
+    found = await usage.by_day(None, (day - 1) * 86400.0)
+    assert found == {(day, "alice", "trainer_ms"): 6000, (day, "alice", "training"): 7}
+    assert await usage.by_day("bob", 0.0) == {}
+    assert await amounts(usage, "alice") == {"training": 7}
