@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.kernels import varlen_attention
-from backends.kernels.varlen_attention import Span
+from backends.kernels.flash_attention import Span
 
 
 def span_rows(long: int) -> dict[str, list[int]]:
@@ -126,6 +126,26 @@ def plain_backward(saved: list[Tensor], scale: float, window: int | None = None)
     return grad_scores @ keys, *grouped
 
 
+def plain_across(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `plain`, without a mask."""
+    key, value = (tensor.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for tensor in (key, value))
+    scores = scale * query @ key.transpose(-1, -2)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
+
+
+def plain_across_backward(saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
+    """As `plain_backward`, without a mask."""
+    grad, query, key, value, out, lse = saved
+    keys, values = (tensor.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for tensor in (key, value))
+    weights = (scale * query @ keys.transpose(-1, -2) - lse).exp()
+    grad_scores = weights * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+    grouped = [
+        tensor.unflatten(-3, (key.shape[-3], -1)).sum(-3)
+        for tensor in (grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad)
+    ]
+    return grad_scores @ keys, *grouped
+
+
 class PlainKernel:
     """Replaces FlashAttention, in the precision of what it is given."""
 
@@ -141,27 +161,43 @@ class PlainKernel:
         self.windows.append(span.window)
         self.widths.append({one.shape[-1] for one in qkv})
         found = []
-        for begin, end in pairwise(bounds):
-            query, key, value = (tensor[begin:end].transpose(0, 1) for tensor in qkv)
-            found.append(plain(query, key, value, scale, span.window))
+        for begin, end, first, last in self._bounds(span):
+            query, key, value = qkv[0][begin:end], qkv[1][first:last], qkv[2][first:last]
+            own = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+            is_causal = span.cu_keys is None
+            found.append(plain(*own, scale, span.window) if is_causal else plain_across(*own, scale))
         return torch.cat([out.transpose(0, 1) for out, _ in found]), torch.cat([lse[..., 0] for _, lse in found], 1)
 
     def backward(self, grad_THD: Tensor, saved: list[Tensor], span: Span, scale: float) -> tuple[Tensor, ...]:
-        *tensors, lse = saved
-        bounds = span.cu_seqlens.tolist()
+        query, key, value, out, lse = saved
         found = []
-        for begin, end in pairwise(bounds):
-            rows = [tensor[begin:end].transpose(0, 1) for tensor in (grad_THD, *tensors)]
-            gradients = plain_backward([*rows, lse[:, begin:end, None]], scale, span.window)
+        for begin, end, first, last in self._bounds(span):
+            parts = grad_THD[begin:end], query[begin:end], key[first:last], value[first:last], out[begin:end]
+            rows = [*(tensor.transpose(0, 1) for tensor in parts), lse[:, begin:end, None]]
+            is_causal = span.cu_keys is None
+            gradients = plain_backward(rows, scale, span.window) if is_causal else plain_across_backward(rows, scale)
             found.append([gradient.transpose(0, 1) for gradient in gradients])
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    def _bounds(self, span: Span) -> list[tuple[int, int, int, int]]:
+        """First and last query and key of each sample."""
+        queries = span.cu_seqlens.tolist()
+        keys = queries if span.cu_keys is None else span.cu_keys.tolist()
+        lengths = [end - begin for begin, end in pairwise(keys)]
+        assert span.cu_keys is None or max(lengths) == span.longest_keys
+        return [(*own, *seen) for own, seen in zip(pairwise(queries), pairwise(keys), strict=True)]
 
 
 @contextmanager
 def kernels_in_plain_operations() -> Iterator[PlainKernel]:
     """The operator's two kernels are plain operations, and samples of 16 tokens are long."""
     kernel = PlainKernel()
-    checks = varlen_attention._cudnn_serves, varlen_attention._require_windows, varlen_attention._require_images
+    checks = (
+        varlen_attention._cudnn_serves,
+        varlen_attention._require_windows,
+        varlen_attention._require_images,
+        varlen_attention._require_prefixes,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen_attention, "LONG", 16)
         patch.setattr(varlen_attention, "_flash", kernel)

@@ -11,7 +11,8 @@ l = log(exp(m) + exp(sink)) that of all, the output is the kernel's times exp(m 
 gradient of a score s is exp(s - l) (dO V^T - sum(dO O)), O being the whole output: the sink's value, 0, adds nothing to
 that sum. So the kernel is given O and l in place of its own output and m.
 
-Tokens of an image may see those behind them too: that part is added in the same way (`whole_images.py`).
+Tokens of an image may see those behind them too: that part is added in the same way (`whole_images.py`), as is a
+prefix that is packed once for several samples (`shared_prefix.py`).
 
 T tokens of a microbatch, N samples, H query heads, G key heads, D values of a head
 """
@@ -19,9 +20,8 @@ T tokens of a microbatch, N samples, H query heads, G key heads, D values of a h
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ from backends.kernels.defined_attention import (
     random_samples,
     require_as_defined,
 )
+from backends.kernels.flash_attention import Flash, Kernel, Span
+from backends.kernels.shared_prefix import Level, add_prefix_gradients, add_prefixes, levels, tables
 from backends.kernels.whole_images import add_later_gradients, add_later_tokens
 
 log = logging.getLogger(__name__)
@@ -45,61 +47,6 @@ _BEYOND = 1e4
 """Log-sum-exp of the scores of padding, nats: exp(score - this) is 0 in backward."""
 _TESTED_TOKENS = 637
 """Tokens of the sample by which cuDNN is tested, which is padded."""
-
-
-class Kernel(Protocol):
-    """Causal attention of the samples of a span."""
-
-    def forward(self, qkv: list[Tensor], span: "Span", scale: float) -> tuple[Tensor, Tensor]:
-        """Return [T, H, D], and the log-sum-exp of the scores [H, T] float32, nats."""
-
-    def backward(self, grad_THD: Tensor, saved: list[Tensor], span: "Span", scale: float) -> tuple[Tensor, ...]:
-        """Return the gradients of query, key and value; `saved` are these three and forward's results."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Contiguous tokens of samples that a kernel takes at once."""
-
-    begin: int
-    end: int
-    cu_seqlens: Tensor
-    """[N + 1] int32, on the device, from the span's begin."""
-    longest: int
-    is_long: bool
-    window: int | None = None
-    """Tokens that a token sees, itself included; None: all before it."""
-
-
-class Flash:
-    """FlashAttention 2, as torch has it (arXiv 2307.08691)."""
-
-    def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *qkv, *self._varlen(span), 0.0, span.window is None, False, scale=scale, **self._window(span)
-        )
-        return out, lse
-
-    def backward(self, grad_THD: Tensor, saved: list[Tensor], span: Span, scale: float) -> tuple[Tensor, ...]:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device), grad_THD.new_empty(0)
-        gradients: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
-            grad_THD,
-            *saved,
-            *self._varlen(span),
-            0.0,
-            span.window is None,
-            *no_dropout,
-            scale=scale,
-            **self._window(span),
-        )
-        return gradients
-
-    def _window(self, span: Span) -> dict[str, int]:
-        """Return the tokens seen before and behind a token."""
-        return {"window_size_left": -1 if span.window is None else span.window - 1, "window_size_right": 0}
-
-    def _varlen(self, span: Span) -> tuple[Tensor, Tensor, int, int]:
-        return span.cu_seqlens, span.cu_seqlens, span.longest, span.longest
 
 
 class Padded:
@@ -220,6 +167,20 @@ def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: 
     return gradients
 
 
+def _across(level: Level) -> Span:
+    """Return the span of a call in which a level's queries see its keys."""
+    num_queries = len(level.query_Q)
+    return Span(0, num_queries, level.cu_queries, level.longest_queries, False, None, level.cu_keys, level.longest_keys)
+
+
+def _attend_across(qkv: list[Tensor], level: Level, scale: float) -> tuple[Tensor, Tensor]:
+    return _flash.forward(qkv, _across(level), scale)
+
+
+def _attend_across_backward(grad_QHD: Tensor, saved: list[Tensor], level: Level, scale: float) -> tuple[Tensor, ...]:
+    return _flash.backward(grad_QHD, saved, _across(level), scale)
+
+
 def _with_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp, given those without sinks."""
     whole_HT = torch.logaddexp(lse_HT, sinks_H[:, None].to(lse_HT.dtype))
@@ -251,17 +212,24 @@ def packed_attention(  # noqa: PLR0913
     sinks_H: Tensor | None = None,
     images: Tensor | None = None,
     image_tokens: int = 0,
+    shared: Tensor | None = None,
+    shared_host: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return [T, H, D], and the log-sum-exp of the scores [H, T] float32, nats.
 
     `cu_seqlens` [N + 1] int32 on the device; `cu_seqlens_host` the same on the host. If all of the host's are 0, only
     the device knows the lengths, and no sample is long. `window`: tokens that a token sees, itself included.
     `sinks_H` are frozen, and are among the scores of the log-sum-exp. `images` are the tokens of images that see each
-    other, one image of `image_tokens` after the other; a window must not be shorter than an image.
+    other, one image of `image_tokens` after the other; a window must not be shorter than an image. `shared` and
+    `shared_host` are `shared_prefix.tables`, the first on the device: samples are then segments. A window must not be
+    shorter than what a token sees.
     """
     spans = _plan_attention(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
     qkv = [query_THD, key_TGD, value_TGD]
     out_THD, lse_HT = _forward(qkv, spans, scale)
+    if of := _levels(shared, shared_host):
+        _require_prefixes(query_THD.device, query_THD.dtype, query_THD.shape[1:], key_TGD.shape[1])
+        out_THD, lse_HT = add_prefixes((out_THD, lse_HT), qkv, of, _attend_across, scale)
     if images is not None:
         _require_images(query_THD.device, query_THD.dtype, query_THD.shape[1:], key_TGD.shape[1])
         out_THD, lse_HT = add_later_tokens((out_THD, lse_HT), qkv, images.view(-1, image_tokens), scale)
@@ -283,15 +251,23 @@ def packed_attention_backward(  # noqa: PLR0913
     window: int | None = None,
     images: Tensor | None = None,
     image_tokens: int = 0,
+    shared: Tensor | None = None,
+    shared_host: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     spans = _plan_attention(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
     saved = [query_THD, key_TGD, value_TGD, out_THD, lse_HT]
     gradients = _gradients(grad_THD, saved, spans, scale)
+    if of := _levels(shared, shared_host):
+        gradients = add_prefix_gradients(gradients, grad_THD, saved, of, _attend_across_backward, scale)
     if images is not None:
         gradients = add_later_gradients(gradients, grad_THD, saved, images.view(-1, image_tokens), scale)
     query, key, value = gradients
     return query, key, value
+
+
+def _levels(shared: Tensor | None, shared_host: Tensor | None) -> list[Level]:
+    return [] if shared is None or shared_host is None else list(levels(shared, shared_host))
 
 
 @functools.cache
@@ -348,6 +324,28 @@ def _require_images(device: torch.device, dtype: torch.dtype, heads: torch.Size,
         require_as_defined(_flash_attention, random_samples(device, dtype, heads, num_key_heads), window, TESTED_IMAGE)
 
 
+@functools.cache
+def _require_prefixes(device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int) -> None:
+    """Require as `_require_windows`, where samples are packed as a prefix and what is behind it."""
+    require_as_defined(_flash_attention_in_two, random_samples(device, dtype, heads, num_key_heads), None, None)
+
+
+def _flash_attention_in_two(given: Samples, _: int | None, __: Tensor | None) -> list[Tensor]:
+    """Return the output and gradients, each sample computed as two segments."""
+    ends = given.cu_seqlens.tolist()
+    middles = [(begin + end) // 2 for begin, end in pairwise(ends)]
+    host = sorted([*ends, *middles])
+    bounds = torch.tensor(host, dtype=torch.int32, device=given.cu_seqlens.device)
+    spans = [Span(0, ends[-1], bounds, max(end - begin for begin, end in pairwise(host)), is_long=False)]
+    table = [(0, middle, end, begin, middle) for middle, (begin, end) in zip(middles, pairwise(ends), strict=True)]
+    flat, shared_host = tables(table)
+    of = list(levels(flat.to(bounds.device), shared_host))
+    out, lse_HT = add_prefixes(_forward(given.qkv, spans, given.scale), given.qkv, of, _attend_across, given.scale)
+    saved, grad_THD = [*given.qkv, out, lse_HT], given.grad_THD
+    gradients = _gradients(grad_THD, saved, spans, given.scale)
+    return [out, *add_prefix_gradients(gradients, grad_THD, saved, of, _attend_across_backward, given.scale)]
+
+
 def _flash_attention(given: Samples, window: int | None, images_IF: Tensor | None) -> list[Tensor]:
     """Return the output and gradients, by FlashAttention alone."""
     spans = [Span(0, len(given.grad_THD), given.cu_seqlens, max(given.lengths), is_long=False, window=window)]
@@ -384,19 +382,19 @@ class _AttentionContext(Context, Protocol):
 
 def _save(
     ctx: _AttentionContext,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int | None, Tensor | None, Tensor | None, int],
+    inputs: tuple[Any, ...],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    *tensors, ctx.longest, ctx.scale, ctx.window, _, images, ctx.image_tokens = inputs
+    *tensors, ctx.longest, ctx.scale, ctx.window, _, images, ctx.image_tokens, shared, shared_host = inputs
     qkv, bounds = tensors[:3], tensors[3:]
-    ctx.save_for_backward(*qkv, *output, *bounds, images)
+    ctx.save_for_backward(*qkv, *output, *bounds, images, shared, shared_host)
 
 
 def _backward(ctx: _AttentionContext, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, images = ctx.saved_tensors
+    *saved, images, shared, shared_host = ctx.saved_tensors
     numbers = ctx.longest, ctx.scale, ctx.window
-    gradients = packed_attention_backward(grad_THD, *saved, *numbers, images, ctx.image_tokens)
-    return *gradients, *(None,) * 8
+    gradients = packed_attention_backward(grad_THD, *saved, *numbers, images, ctx.image_tokens, shared, shared_host)
+    return *gradients, *(None,) * 10
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from backends.patches import for_device, require_as_written
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.checkpoint_files import SnapshotWriter
-from backends.trainer.distributed import World
+from backends.trainer.distributed import World, gather_objects
 from backends.trainer.lora.adapters import Adapters
 from backends.trainer.lora.files import LoraFiles
 from backends.trainer.lora.model import LoraModel
@@ -41,6 +40,7 @@ from backends.trainer.model.packing import Microbatch, pack
 from backends.trainer.model.recompute import Memory
 from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
+from backends.trainer.model.sharing import may_share, sharing_is_exact
 from backends.trainer.model.token_logprobs import Scorer, TokenGradient
 from backends.trainer.model.vision import ImageEncoder
 
@@ -96,6 +96,11 @@ class BaseModel:
         """True if several samples may share a packed microbatch."""
         if not self.packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
+        shares = self.packs and may_share(self.scorer, family, self._max_context_length, world)
+        shares = shares and sharing_is_exact(self.scorer, self.renderer, own, world)
+        self.whole_below: int | None = 0 if shares else None
+        """Microbatches of text of fewer tokens are computed whole; None: all are. Others compute tokens that datums
+        share once."""
         self.memory: Memory | None = None
         """The GPU's memory, if microbatches are made to fit into it."""
         self._graphs: Graphs | None = None
@@ -115,9 +120,13 @@ class BaseModel:
                 progress.does("tests graphs")
                 self._graphs = self._make_graphs(config, world)
                 self._count_graphs()
+                if shares:
+                    most = gather_objects(0 if self._graphs is None else self._graphs.max_tokens + 1, world)
+                    self.whole_below = min(most)  # all ranks plan alike
 
     def score(self, batch: Microbatch, scales_TR: Tensor, gradient: TokenGradient | None = None) -> Tensor:
-        """Return [T, K] float32, nats, as `Scorer` gives them; on a GPU, small microbatches by a graph."""
+        """Return [N, K] float32, nats, of the targets of all samples, as `Scorer` gives them; on a GPU, small
+        microbatches by a graph."""
         # A graph is fixed: layers that recompute are not part of it.
         recomputes = self.memory is not None and self.memory.recomputes
         if self._graphs is not None and not recomputes and self._graphs.takes(batch, scales_TR, self._has_room):
@@ -128,7 +137,7 @@ class BaseModel:
                 self._graphs = None
             finally:
                 self._count_graphs()
-        return cast(Tensor, self.scorer(batch, scales_TR, gradient))
+        return batch.of_samples(self.scorer(batch, scales_TR, gradient))
 
     def release_graphs(self) -> None:
         """Give the memory of graphs back, to something that does not fit beside them."""

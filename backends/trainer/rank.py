@@ -23,7 +23,13 @@ from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRe
 from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.recompute import GIB
-from backends.trainer.step.batch_request import BatchRequest, CheckedBatch, choose_microbatches, plan_batch
+from backends.trainer.step.batch_request import (
+    BatchRequest,
+    CheckedBatch,
+    choose_microbatches,
+    find_prefixes,
+    plan_batch,
+)
 from backends.trainer.step.decoding import decode_batch
 from backends.trainer.step.step import TrainingStep
 from backends.trainer.step.validation import check_forward_backward, published
@@ -252,7 +258,7 @@ class TrainerRank:
                 fitting = self._reserve_and_count(model) if request.backward else _UNLIMITED
                 if fitting < max(batch.lengths):
                     fitting = self._reserve_and_count(model, alone=True)
-                plan = plan_batch(batch.lengths, self._world.num_microbatches, self._max_tokens, fitting)
+                plan = plan_batch(batch, self._world.num_microbatches, self._max_tokens, fitting)
                 self._requests[request.number] = BatchRequest(request, model, batch, plan)
             except (InvalidInput, BackendFailed) as error:
                 failures[request.number] = error.with_traceback(None)  # which holds this frame
@@ -281,8 +287,13 @@ class TrainerRank:
         sent = decode_batch(batch)
         loss_input = published(sent, self._config.stable_reinforce)
         layouts = check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
+        prefixes, whole_below = None, self.base.whole_below
+        if whole_below is not None and len(layouts) > 1:
+            prefixes = find_prefixes(loss_input.data, layouts, whole_below)
         replaced = sent.loss_fn != loss_input.loss_fn
-        return CheckedBatch(loss_input, layouts, f"{sent.loss_fn}_as_{loss_input.loss_fn}:max" if replaced else None)
+        return CheckedBatch(
+            loss_input, layouts, prefixes, f"{sent.loss_fn}_as_{loss_input.loss_fn}:max" if replaced else None
+        )
 
     def mark_incomplete(self, model_id: str) -> None:
         """Mark the gradient as incomplete: a forward_backward of this model will never run."""

@@ -222,10 +222,10 @@ def test_a_microbatch_that_runs_out_of_memory_is_computed_model_by_model(
     rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def scarce(samples, family, device):  # type: ignore[no-untyped-def]
+    def scarce(samples, family, device, trie=None):  # type: ignore[no-untyped-def]
         if len(samples) > 1:
             raise torch.OutOfMemoryError("tried to allocate 8 GiB")
-        return packing.pack(samples, family, device)
+        return packing.pack(samples, family, device, trie)
 
     batches = []
     for place in range(3):

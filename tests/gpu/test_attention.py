@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from backends.kernels.plain_attention import plain_attention
+from backends.kernels.shared_prefix import tables
 from backends.kernels.varlen_attention import LONG, _cudnn_serves, packed_attention
+from backends.trainer.model.shared_prefixes import Prefixes
 from tests.attention import masked_softmax, span_rows
+from tests.tries import datums_of
 
 pytestmark = pytest.mark.gpu
 ROWS = span_rows(LONG)
@@ -95,6 +98,48 @@ def test_images_whose_tokens_see_each_other_are_near_their_definition(others, wi
     wanted = [expected, *torch.autograd.grad(expected, floats, grad_THD.float())]
     for one, other in zip(got, wanted, strict=True):
         assert (one - other).norm() < 0.02 * other.norm()
+
+
+TRIES = {
+    "a group": ((130, 64), (130, 3), (130, 1)),
+    "groups": ((1024, 256), (1024, 255), (1024, 1), (300, 17), (300, 200), (77,)),
+    "five levels": ((300, 250, 200, 150, 9), (300, 250, 200, 150, 8), (300, 250, 200, 3), (300, 250, 1), (300, 1)),
+    "long prefixes": ((LONG + 5, 40), (LONG + 5, 300), (LONG + 5, LONG + 1)),
+}
+"""Texts of each datum; equal beginnings of their lengths are equal texts."""
+
+
+@pytest.mark.parametrize("heads", [*HEADS, (8, 4, 256), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
+@pytest.mark.parametrize("trie", TRIES)
+def test_prefixes_that_are_packed_once_are_near_a_masked_softmax_of_each_whole_sample(trie, heads, heads_first):
+    datums = datums_of(*TRIES[trie])
+    found = Prefixes(datums).trie(range(len(datums)))
+    assert found.spans()
+    lengths = [end - begin for begin, end in pairwise(found.begins)]
+    *qkv, _ = random_row(lengths, heads, heads_first=heads_first)
+    rows = [torch.from_numpy(found.tokens_of(number)).cuda() for number in range(len(datums))]
+    generator = torch.Generator("cuda").manual_seed(1)
+    grads = [torch.randn(len(row), heads[0], heads[2], device="cuda", generator=generator) for row in rows]
+    summed = torch.zeros_like(qkv[0], dtype=torch.float32).index_add(0, torch.cat(rows), torch.cat(grads))
+    grad_THD = summed.bfloat16()
+    bounds, (flat, table) = torch.tensor(found.begins, dtype=torch.int32), tables(found.spans())
+    scale = heads[2] ** -0.5
+    for tensor in qkv:
+        tensor.requires_grad_()
+    shared = flat.cuda(), table
+    out, _ = packed_attention(*qkv, bounds.cuda(), bounds, max(lengths), scale, None, None, None, 0, *shared)
+    got = [out, *torch.autograd.grad(out, qkv, grad_THD)]
+    floats = [tensor.detach().float().requires_grad_() for tensor in qkv]
+    expected, seen = torch.zeros_like(floats[0]), torch.zeros(found.num_tokens, dtype=torch.bool, device="cuda")
+    for row in rows:
+        whole = plain_attention([one[row].transpose(0, 1)[None] for one in floats], None, scale, None, None)[0]
+        new = ~seen[row]
+        expected = expected.index_copy(0, row[new], whole[new])
+        seen[row] = True
+    wanted = [expected, *torch.autograd.grad(expected, floats, grad_THD.float())]
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).norm() < 0.01 * other.norm()
 
 
 def near_a_masked_softmax(

@@ -22,7 +22,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum
+from api_schemas.inputs import Chunk, Datum
 from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Placement
@@ -30,7 +30,7 @@ from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from benchmarks.shapes import Shape, make_model
 from tests.compositions import MAX_TOKENS, RANKS, Composition, compositions, data_of
-from tests.factories import cross_entropy, make_renderer
+from tests.factories import cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_of, make_tiny_qwen3_5
 from tests.published import OTHERS
 from tests.trainers import config, gradients, lora_model, reference_inputs, relative_distance, together
@@ -232,12 +232,47 @@ def test_other_kinds_in_packed_microbatches_are_near_transformers_and_peft_in_fl
         require_near(row, rank, references, renderer, worst)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_datums_that_begin_alike_are_near_transformers_and_peft_in_float32(
+    seed, rank, reference, renderer, worst
+) -> None:
+    """Random tries with and without images, of two models."""
+    models, data = [], []
+    for place, lora_rank in enumerate((8, 32)):
+        own = trie_data(seed + 100 * place, renderer)
+        lengths = tuple(renderer.layout(item.model_input, "datum").num_tokens for item in own)
+        models.append((lora_rank, lengths))
+        data.append(own)
+    shares: list[int] = []
+    hook = rank.base.scorer.register_forward_pre_hook(lambda _, given: shares.append(given[0].places_NK is not None))
+    require_near(Composition(f"trie-{seed}", tuple(models), True), rank, (reference,), renderer, worst, data)
+    hook.remove()
+    assert any(shares)
+
+
+def trie_data(seed: int, renderer: Renderer) -> list[Datum]:
+    """Datums of a trie of two or three levels, behind an image for odd seeds."""
+    random = np.random.default_rng(seed)
+    first: list[Chunk] = [image(640, 480, seed)] if seed % 2 else []
+    begin: list[Chunk] = [*first, words(int(random.integers(600, 1500)), seed)]
+    branches = [[*begin, words(int(random.integers(1, 400)), seed + one)] for one in range(1, 4)]
+    inputs = [[*branch, words(int(random.integers(1, 150)), 7 * seed + one)] for branch in branches for one in range(3)]
+    inputs += [begin, branches[0], inputs[0]]
+    return [datum(prompt(*chunks), renderer, seed + number) for number, chunks in enumerate(inputs)]
+
+
 def require_near(
-    row: Composition, rank: TrainerRank, references: Sequence[Reference], renderer: Renderer, worst: Worst
+    row: Composition,
+    rank: TrainerRank,
+    references: Sequence[Reference],
+    renderer: Renderer,
+    worst: Worst,
+    data: list[list[Datum]] | None = None,
 ) -> None:
     """Compare log probabilities and gradients of each model of a microbatch with those of the first reference. Where
-    there is a second one, which rounds too, each may be twice as far as that one's worst model."""
-    data, names = data_of(row, renderer), [f"m{place}" for place in range(len(row.models))]
+    there is a second one, which rounds too, each may be twice as far as that one's worst model. `data` instead of the
+    row's own."""
+    data, names = data or data_of(row, renderer), [f"m{place}" for place in range(len(row.models))]
     generator = torch.Generator().manual_seed(row.num_tokens)
     for name, (lora_rank, _) in zip(names, row.models, strict=True):
         rank.create_model(name, Trainable(rank=lora_rank, seed=len(name) + lora_rank))

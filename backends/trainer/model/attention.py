@@ -7,6 +7,9 @@ are computed as they are defined.
 
 Where ranks have slices of the tokens, each computes all tokens of some heads (`kernels/exchange.py`).
 
+Where samples share a prefix, it is packed once: `cu_seqlens` then bound segments, and a segment's tokens see those of
+its ancestors too (`kernels/shared_prefix.py`).
+
 Where tokens of an image see those behind them too, masks are widened, and the kernel adds that part by itself.
 
 T tokens of the microbatch, H query heads and G key heads of this rank, D values of a head, I images whose tokens see
@@ -27,6 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from backends.kernels.exchange import num_ranks, own_part, to_heads, to_tokens
 from backends.kernels.plain_attention import plain_attention
+from backends.kernels.shared_prefix import prefixes_of, rows_of, tables
 from backends.kernels.varlen_attention import packed_attention
 from backends.protocol import BackendFailed
 
@@ -68,6 +72,10 @@ class PackedLengths(TypedDict):
     dimension: code compiled for any number of images is recompiled for one."""
     packed_image_tokens: int
     """F."""
+    packed_shared: Tensor
+    """As `shared_prefix.tables` gives them, on the device and on the host. They are there where nothing is shared too:
+    layers are compiled once for both."""
+    packed_shared_host: Tensor
 
 
 class _Arguments(PackedLengths, total=False):
@@ -80,15 +88,19 @@ class _Arguments(PackedLengths, total=False):
     """The heads' sinks."""
 
 
-def varlen_arguments(
+def varlen_arguments(  # noqa: PLR0913
     cu_seqlens: Tensor,
     cu_seqlens_host: Tensor,
     max_seqlen: int,
     group: str | None = None,
     images_IF: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> PackedLengths:
     """Return the lengths of the packed samples as arguments of the model's forward. `images_IF` are the tokens of
-    images that see each other."""
+    images that see each other, `shared` the segments that several samples see, on the device and on the host."""
+    if shared is None:
+        bounds, table = tables([])
+        shared = torch.zeros_like(bounds, device=cu_seqlens.device), table
     return PackedLengths(
         packed_cu_seqlens=cu_seqlens,
         packed_cu_seqlens_host=cu_seqlens_host,
@@ -96,6 +108,8 @@ def varlen_arguments(
         packed_group=group,
         packed_images=None if images_IF is None else images_IF.flatten(),
         packed_image_tokens=0 if images_IF is None else images_IF.shape[1],
+        packed_shared=shared[0],
+        packed_shared_host=shared[1],
     )
 
 
@@ -109,16 +123,24 @@ def _per_sample_attention(
 ) -> tuple[Tensor, None]:
     """Attend: query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
 
-    The mask is transformers' own [1, 1, T, T]; a sample needs its block on the diagonal. Windows are in the mask.
+    The mask is transformers' own [1, 1, T, T]; a sample needs its block on the diagonal. Windows are in the mask, and
+    no model with them shares segments.
     """
     _require_lengths(module, arguments)
     others = {name: value for name, value in arguments.items() if name not in PackedLengths.__annotations__}
     is_plain = others.get("softcap") is not None or others.get("s_aux") is not None
     image_T, parts = _image_of_tokens(arguments, query.shape[2], query.device), []
+    table = arguments.get("packed_shared_host")
+    shared = [] if table is None else rows_of(table)
     for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist()):
         sample = [tensor[:, :, begin:end] for tensor in (query, key, value)]
         mask = None if attention_mask is None else attention_mask[:, :, begin:end, begin:end]
         mask = mask if image_T is None else _with_images(mask, image_T[begin:end])
+        if seen := prefixes_of(shared, begin):
+            tokens_seen = (*seen, slice(begin, end))
+            sample[1:] = [torch.cat([tensor[:, :, tokens] for tokens in tokens_seen], 2) for tensor in (key, value)]
+            mask = _window_mask(end - begin, end - begin, query.device) if mask is None else mask
+            mask = F.pad(mask, (sample[1].shape[2] - (end - begin), 0), value=True)  # all keys before its own
         parts.append(
             plain_attention(sample, mask, arguments["scaling"], arguments.get("softcap"), arguments.get("s_aux"))
             if is_plain
@@ -248,7 +270,8 @@ def _packed_attention(
     width, value = value.shape[-1], _as_wide_as(key, value)
     images = arguments.get("packed_images"), arguments.get("packed_image_tokens", 0)
     own_sinks_H = _own_sinks(sinks_H, group)
-    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, own_sinks_H, *images)
+    shared = arguments.get("packed_shared"), arguments.get("packed_shared_host")
+    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, own_sinks_H, *images, *shared)
     return _to_tokens(out[..., :width], group)[None], None
 
 

@@ -38,6 +38,7 @@ def slice_tokens(batch: Microbatch, scales_TR: Tensor, context: World) -> tuple[
     Lengths stay those of the whole, of which attention sees all tokens; padding is one more sample. Images without a
     token in the slice are left out.
     """
+    assert batch.places_NK is None, "slices have whole samples"
     num_tokens = len(batch.targets_TK)
     tokens = slice_of(num_tokens, context)
     padding = (tokens.stop - tokens.start) * context.size - num_tokens

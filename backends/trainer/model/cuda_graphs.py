@@ -55,6 +55,11 @@ class Graphs:
         self.memory_bytes = 0
         """Bytes that the captured graphs hold, and torch does not count as allocated."""
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest graph."""
+        return self._sizes[-1]
+
     def test(self, batch: Microbatch) -> None:
         """Capture a graph and compare it with the scorer on the graph's own padded microbatch. Raises BackendFailed."""
         scales_TR = self._scorer.weights.blank(len(batch.targets_TK))
@@ -73,6 +78,7 @@ class Graphs:
         return (
             size is not None
             and not batch.images
+            and batch.places_NK is None
             and batch.max_seqlen < LONG  # above, attention has a faster kernel, which must know the lengths
             and batch.targets_TK.shape[1] == 1
             and (self._key(size, scales_TR) in self._graphs or has_room(size[0]))

@@ -1,14 +1,15 @@
 """Pack datums into microbatches: whole samples, one token budget, about as many tokens on every rank.
 
 A packed microbatch holds several samples one after the other. Position ids restart at each; so the model keeps them
-from attending to one another.
+from attending to one another. Samples that begin alike may be packed as a trie of segments (`shared_prefixes.py`): a
+segment is then packed as a sample is, with the position ids that it has in its samples.
 
 T tokens of the microbatch, K targets of a token, I images, F features of an image
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,8 @@ from api_schemas.inputs import Datum
 from backends.families.family import Family, RenderedImage
 from backends.inputs.rendering import Rendered
 from backends.kernels.pinned_copy import to_device
+from backends.kernels.shared_prefix import tables
+from backends.trainer.model.shared_prefixes import Trie
 from backends.trainer.step.losses import Loss, LossInputs
 
 _BISECTIONS = 8
@@ -89,6 +92,16 @@ class Microbatch:
     """By image, those of its features that a slice of a microbatch has; None: all."""
     experts_LTK: Tensor | None = None
     """Experts as `RouterReplay.batch` gives them; None: routers choose."""
+    shared: tuple[Tensor, Tensor] | None = None
+    """Segments that others see, as `shared_prefix.tables` gives them, the first on the device; None: there are none,
+    and `cu_seqlens` are those of samples, else of segments."""
+    places_NK: Tensor | None = None
+    """For the targets of all samples, sample by sample, their places in the targets of the microbatch; None:
+    they are the microbatch's own."""
+
+    def of_samples(self, values_TK: Tensor) -> Tensor:
+        """Return [N, K], the values of the samples' targets, sample by sample, from those of the microbatch's."""
+        return values_TK if self.places_NK is None else values_TK.flatten()[self.places_NK]
 
 
 def num_padding(lengths: Sequence[int]) -> int:
@@ -97,34 +110,82 @@ def num_padding(lengths: Sequence[int]) -> int:
     return 0 if max(lengths, default=0) >= 2 else 2
 
 
-def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device) -> Microbatch:
-    """Pack samples of (input, targets [N] or [N, K]), with the padding of `num_padding`: a sample of no request, at the
-    end."""
+Sample = tuple[Rendered, np.ndarray]
+"""An input, and its targets [N] or [N, K]."""
+
+
+def pack(samples: Sequence[Sample], family: Family, device: torch.device, trie: Trie | None = None) -> Microbatch:
+    """Pack samples, with the padding of `num_padding`: a sample of no request, at the end. `trie`: their segments, if
+    they share some."""
     if missing := num_padding([len(rendered.token_ids_T) for rendered, _ in samples]):
         samples = [*samples, (Rendered(np.zeros(missing, np.int64), [], []), np.zeros(missing, np.int64))]
-    lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
-    position_ids = np.concatenate(
-        [family.position_ids(length, one.spans) for length, (one, _) in zip(lengths, samples, strict=True)], axis=-1
-    )
-    token_ids = np.concatenate([rendered.token_ids_T for rendered, _ in samples])[None]
+    inputs = [rendered for rendered, _ in samples]
+    positions = [family.position_ids(len(rendered.token_ids_T), rendered.spans) for rendered in inputs]
+    targets_TK, shared = _side_by_side([targets for _, targets in samples], 0), None
+    places = None
+    if trie is not None and trie.saved:
+        assert not missing, "what is shared has more tokens than padding is for"
+        targets_TK, places = _common_targets(targets_TK, trie)
+        bounds, table = tables(trie.spans())
+        shared = to_device(bounds, device), table
+        inputs, positions = _cut(inputs, positions, trie)
+    lengths = [len(rendered.token_ids_T) for rendered in inputs]
+    token_ids = np.concatenate([rendered.token_ids_T for rendered in inputs])[None]
     model_inputs = {
         "input_ids": to_device(torch.from_numpy(token_ids), device),
-        "position_ids": to_device(torch.from_numpy(position_ids), device),
+        "position_ids": to_device(torch.from_numpy(np.concatenate(positions, axis=-1)), device),
     }
     ends = np.concatenate([[0], np.cumsum(lengths)])
     cu_seqlens = torch.from_numpy(ends.astype(np.int32))
-    feature_tokens = partial(_feature_tokens, [rendered for rendered, _ in samples], ends[:-1], family)
-    sees_images = family.sees_whole_images and any(rendered.spans for rendered, _ in samples)
+    feature_tokens = partial(_feature_tokens, inputs, ends[:-1], family)
+    sees_images = family.sees_whole_images and any(rendered.spans for rendered in inputs)
     return Microbatch(
         model_inputs,
-        [image for rendered, _ in samples for image in rendered.images],
+        [image for rendered in inputs for image in rendered.images],
         to_device(cu_seqlens, device),
         cu_seqlens,
         max(lengths),
-        to_device(torch.from_numpy(_side_by_side([targets for _, targets in samples], 0)), device),
+        to_device(torch.from_numpy(targets_TK), device),
         feature_tokens=feature_tokens,
         whole_images_IF=to_device(torch.from_numpy(np.stack(feature_tokens())), device) if sees_images else None,
+        shared=shared,
+        places_NK=None if places is None else to_device(torch.from_numpy(places), device),
     )
+
+
+def _cut(
+    inputs: Sequence[Rendered], positions: Sequence[np.ndarray], trie: Trie
+) -> tuple[list[Rendered], list[np.ndarray]]:
+    """Return each segment as if it were an input, and its positions."""
+    cut, of_cut = [], []
+    for segment in trie.segments:
+        whole, tokens = inputs[segment.datum], slice(segment.begin, segment.end)
+        spans, images = [], []
+        for span, image in zip(whole.spans, whole.images, strict=True):
+            if tokens.start <= span.offset < tokens.stop:
+                assert span.offset + span.num_tokens <= tokens.stop, "an image is in the segment in which it begins"
+                spans.append(replace(span, offset=span.offset - tokens.start))
+                images.append(image)
+        cut.append(Rendered(whole.token_ids_T[tokens], spans, images))
+        of_cut.append(positions[segment.datum][..., tokens])
+    packed = np.concatenate(of_cut, axis=-1)
+    for datum, own in enumerate(positions):
+        assert np.array_equal(packed[..., trie.tokens_of(datum)], own), "positions depend on what is before them alone"
+    return cut, of_cut
+
+
+def _common_targets(targets_NK: np.ndarray, trie: Trie) -> tuple[np.ndarray, np.ndarray]:
+    """Return the different targets [T, K'] of each packed token, from those of all samples, and the places of these in
+    them [N, K], counted row by row."""
+    token_N = np.concatenate([trie.tokens_of(datum) for datum in range(len(trie.lengths))])
+    most = int(targets_NK.max()) + 1
+    different, of_different = np.unique(token_N[:, None] * most + targets_NK, return_inverse=True)
+    token_D = different // most
+    column_D = np.arange(len(different)) - np.searchsorted(token_D, token_D)
+    width = int(column_D.max()) + 1
+    found_TK = np.zeros((trie.num_tokens, width), np.int64)
+    found_TK[token_D, column_D] = different % most
+    return found_TK, (token_D * width + column_D)[of_different.reshape(targets_NK.shape)]
 
 
 def _feature_tokens(samples: Sequence[Rendered], begins: np.ndarray, family: Family) -> list[np.ndarray]:

@@ -17,10 +17,9 @@ from backends.trainer.distributed import Root
 from backends.trainer.lora.linear import SUMMED_TOKENS, add_product
 from backends.trainer.model import attention
 from backends.trainer.model.linear_attention import in_plain_torch
-from backends.trainer.model.packing import pack
+from backends.trainer.model.packing import Sample, pack
 from backends.trainer.model.token_logprobs import Scorer
 
-Sample = tuple[Rendered, np.ndarray]
 Differences = tuple[float, float]
 """The mean of the text where it is largest, and the largest of all tokens, in nats."""
 _WIDTHS = (8, 40, 128)
@@ -97,6 +96,11 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, own: OwnScores, device:
     return _agree(scored(*samples).split([len(one) for one in alone]), alone, tolerance, noise)
 
 
+def scores_agree(scores: Sequence[Tensor], others: Sequence[Tensor], dtype: torch.dtype, own: OwnScores) -> bool:
+    """Return whether two ways to score the same texts differ by no more than rounding."""
+    return _agree(scores, others, _TOLERANCE[dtype], _differences(own.rounded, own.exact))
+
+
 def _agree(scores: Sequence[Tensor], others: Sequence[Tensor], tolerance: Differences, noise: Differences) -> bool:
     """Return whether scores differ by at most the tolerance, or a multiple of the model's own noise. NaN never does."""
     found = _differences(scores, others)
@@ -135,10 +139,11 @@ def _samples(renderer: Renderer) -> list[Sample]:
     generator = np.random.default_rng(0)
     texts = [generator.integers(0, renderer.vocab_size, length) for length in (12, 9)]
     # Random ids may hit a placeholder, which a text must not hold.
-    return [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
+    return [(Rendered(without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
 
 
-def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
+def without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
+    """Return a text with another token in place of those that stand for images."""
     return np.where(np.isin(text, list(renderer.family.placeholders)), 0, text)
 
 

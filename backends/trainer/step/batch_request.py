@@ -15,11 +15,15 @@ from backends.protocol import InvalidInput
 from backends.trainer.commands import NewRequest
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.packing import plan_steps
+from backends.trainer.model.shared_prefixes import Prefixes, Trie, identify
 from backends.trainer.step.losses import LOSSES, metrics
 from backends.trainer.step.validation import loss_config
 
 MAX_SUMMED_RANK = 256
 """Summed ranks of a microbatch's models: above, they cost more than another microbatch (on an H200)."""
+_MOST_TARGETS = 4096
+"""Targets of a batch's datums side by side, above which soft targets are not shared: a token of a prefix has all that
+are different, which would take gigabytes."""
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Share:
     """By microbatch, what `losses.observe` gives."""
     replayed: dict[int, int] = field(default_factory=dict)
     """By datum, the number of its tokens whose experts the sampler chose."""
+    shared: int = 0
+    """Tokens of datums that were not computed, since another datum has them too."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class CheckedBatch:
     loss_input: ForwardBackwardInput
     layouts: Sequence[Layout]
     """By datum."""
+    prefixes: Prefixes | None = None
+    """What datums have in common, as `find_prefixes` gives it."""
     note: str | None = None
     """A metric of value 1 that the answer carries besides the loss's own."""
 
@@ -62,6 +70,7 @@ class BatchRequest:
         self.model = model
         self.data = loss_input.data
         self.layouts = batch.layouts
+        self._prefixes = batch.prefixes
         self.lengths = batch.lengths
         self.loss = LOSSES[loss_input.loss_fn]
         self.config = loss_config(self.loss, loss_input)
@@ -90,8 +99,14 @@ class BatchRequest:
         return next((part for part in parts if part), [])
 
     def num_tokens(self, indices: Sequence[int]) -> int:
-        """Count the tokens of some datums."""
+        """Count the tokens that are computed for some datums in one microbatch."""
+        if self._prefixes is not None:
+            return self._prefixes.num_tokens(indices)
         return sum(self.lengths[index] for index in indices)
+
+    def trie(self, indices: Sequence[int]) -> Trie | None:
+        """Return the segments that are computed for some datums in one microbatch; None: each datum is computed."""
+        return None if self._prefixes is None else self._prefixes.trie(indices)
 
     def num_images(self, indices: Sequence[int]) -> int:
         """Count the images of some datums."""
@@ -119,6 +134,7 @@ class BatchRequest:
             loss_fn_outputs=[outputs[index] for index in range(len(self.data))],
             metrics=metrics((values for share in shares for values in share.observed), self.loss)
             | self._replayed(shares)
+            | self._count_shared(shares)
             | ({self._note: 1.0} if self._note else {}),
         )
 
@@ -127,18 +143,39 @@ class BatchRequest:
         counts = [count for share in shares for count in share.replayed.values()]
         return {"replayed_tokens:sum": float(sum(counts))} if counts else {}
 
+    def _count_shared(self, shares: Sequence[Share]) -> dict[str, float]:
+        """Return the count of tokens that were not computed; empty if there are none."""
+        count = sum(share.shared for share in shares)
+        return {"shared_tokens:sum": float(count)} if count else {}
+
 
 Members = dict[BatchRequest, list[int]]
 """The datums of each request in a packed microbatch."""
 
 
-def plan_batch(lengths: Sequence[int], side_by_side: int, max_tokens: int, longest: int) -> list[list[list[int]]]:
-    """Run `plan_steps` with microbatches of `max_tokens`. Raises InvalidInput for a datum of more than `longest`
-    tokens."""
+def find_prefixes(data: Sequence[Datum], layouts: Sequence[Layout], whole_below: int) -> Prefixes | None:
+    """Find what datums have in common; None if they share nothing. `whole_below`: as `Prefixes` says."""
+    width = max(targets(datum).size // len(targets(datum)) for datum in data)
+    if width > 1 and width * len(data) > _MOST_TARGETS:
+        return None
+    inputs = [(datum.model_input, layout) for datum, layout in zip(data, layouts, strict=True)]
+    prefixes = Prefixes(identify(inputs), whole_below)
+    return prefixes if prefixes.shares else None
+
+
+def plan_batch(batch: CheckedBatch, side_by_side: int, max_tokens: int, longest: int) -> list[list[list[int]]]:
+    """Run `plan_steps` with microbatches of `max_tokens`, in which datums that share tokens are together as far as they
+    fit. Raises InvalidInput for a datum of more than `longest` tokens."""
+    lengths, prefixes = batch.lengths, batch.prefixes
     for index, length in enumerate(lengths):
         if length > longest:
             raise InvalidInput(f"datum {index}: {length} tokens, but the GPU's memory is enough for {longest}")
-    return plan_steps(lengths, side_by_side, min(max_tokens, longest))
+    most = min(max_tokens, longest)
+    if prefixes is None:
+        return plan_steps(lengths, side_by_side, most)
+    units = prefixes.units(most, side_by_side)
+    plan = plan_steps([num_tokens for _, num_tokens in units], side_by_side, most)
+    return [[sorted(index for unit in part for index in units[unit][0]) for part in step] for step in plan]
 
 
 def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max_tokens: int) -> list[Members]:
@@ -150,12 +187,15 @@ def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max
     for other in requests[1:]:
         if first.exclusive or other.exclusive or other.backward != first.backward:
             continue
+        own = [0] * side_by_side
         for index in other.left:
             rank = min(range(side_by_side), key=used.__getitem__)
             summed = sum(one.model.config.rank for one in {**chosen[rank], other: []})
-            if used[rank] + other.lengths[index] <= max_tokens and summed <= MAX_SUMMED_RANK:
+            with_it = other.num_tokens([*chosen[rank].get(other, ()), index])
+            if used[rank] - own[rank] + with_it <= max_tokens and summed <= MAX_SUMMED_RANK:
                 chosen[rank].setdefault(other, []).append(index)
-                used[rank] += other.lengths[index]
+                used[rank] += with_it - own[rank]
+                own[rank] = with_it
     return chosen
 
 

@@ -22,6 +22,7 @@ from backends.trainer.lora.model import LoraModel
 from backends.trainer.model.packing import Microbatch, loss_inputs, pack
 from backends.trainer.model.recompute import Memory
 from backends.trainer.model.router_replay import RouterReplay, num_known
+from backends.trainer.model.shared_prefixes import Trie, join, keep_whole
 from backends.trainer.optimizer import all_finite
 from backends.trainer.step.batch_request import BatchRequest, Members, targets
 from backends.trainer.step.images import prefetch, render
@@ -38,15 +39,33 @@ class Part:
     indices: list[int]
     rendered: list[Rendered]
 
+    trie: Trie | None
+    """What is computed for them; None: all of them."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each datum."""
+        return [self.request.lengths[index] for index in self.indices]
+
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of the datums."""
-        return self.request.num_tokens(self.indices)
+        """Return the number of tokens of the datums, those that they share counted for each."""
+        return sum(self.request.lengths[index] for index in self.indices)
+
+    @property
+    def num_images(self) -> int:
+        """Return the number of images of which tokens are computed."""
+        if self.trie is None:
+            return sum(len(datum.images) for datum in self.rendered)
+        return sum(
+            segment.begin <= span.offset < segment.end
+            for segment in self.trie.segments
+            for span in self.rendered[segment.datum].spans
+        )
 
     def share(self, name: str, values_TK: Tensor) -> None:
         """Give the request's share an output of the datums; a datum has as many columns as its targets."""
-        lengths = [self.request.lengths[index] for index in self.indices]
-        for index, values in zip(self.indices, values_TK.split(lengths), strict=True):
+        for index, values in zip(self.indices, values_TK.split(self.lengths), strict=True):
             target = targets(self.request.data[index])
             width = target.shape[1] if target.ndim == 2 else 1
             outputs = self.request.share.outputs.setdefault(index, {})
@@ -89,7 +108,10 @@ class TrainingStep:
             prefetch(self._base, self._world, {one: one.next_on(rank, members.get(one, ())) for one in requests})
         if self._base.memory is not None and backward:
             self._base.memory.prepare(self._num_recomputed_layers(self._base.memory, chosen))
-        parts = [Part(request, indices, rendered[request.number]) for request, indices in members.items()]
+        parts = [
+            Part(request, indices, rendered[request.number], request.trie(indices))
+            for request, indices in members.items()
+        ]
         models = [request.model for request in members]
         try:
             with torch.set_grad_enabled(backward):
@@ -128,14 +150,18 @@ class TrainingStep:
             for part in parts
             for index, rendered in zip(part.indices, part.rendered, strict=True)
         ]
-        batch = pack(samples, self._base.renderer.family, device)
+        trie = None
+        if any(part.trie is not None for part in parts):
+            trie = join(
+                [part.trie or keep_whole([len(datum.token_ids_T) for datum in part.rendered]) for part in parts]
+            )
+        batch = pack(samples, self._base.renderer.family, device, trie)
         scales_PR = weights.load(models)
         if any(part.request.model.config.train_vision for part in parts):
             scales = [
                 scales_R if part.request.model.config.train_vision else None
                 for part, scales_R in zip(parts, scales_PR, strict=True)
-                for datum in part.rendered
-                for _ in datum.images
+                for _ in range(part.num_images)
             ]
             batch = replace(batch, tower_scales=scales)
         if self._base.router_replay is not None:
@@ -150,7 +176,8 @@ class TrainingStep:
     def _forward_backward(self, parts: Sequence[Part], packed: Packed) -> Tensor:
         """Return [P, 9] of `_run`. A rank without datums computes padding, and a gradient of 0, to take part in the
         collectives of the others."""
-        token_gradient = packed.loss.token_gradient if packed.loss.by_token else None
+        is_known = packed.loss.by_token and packed.batch.places_NK is None  # else tokens have several losses
+        token_gradient = packed.loss.token_gradient if is_known else None
         logprobs_TK = self._base.score(packed.batch, packed.scales_TR, token_gradient)
         loss, observed_P9, losses = packed.loss(logprobs_TK)
         if loss.requires_grad:
@@ -172,6 +199,7 @@ class TrainingStep:
             self._base.weights.collect(models)
         for part, observed in zip(parts, observed_P9.tolist(), strict=True):
             part.request.share.observed.append(observed)
+            part.request.share.shared += 0 if part.trie is None else part.trie.saved
 
     def _retry_with_least_memory(self, parts: Sequence[Part], packed: Packed) -> Tensor:
         """Run `_forward_backward`; if it runs out of a GPU's memory, again with all layers recomputed."""
@@ -209,7 +237,7 @@ def _isolate(requests: Sequence[BatchRequest], error: Exception) -> Failures:
 
 def _token_scales(parts: Sequence[Part], scales_PR: Tensor, num_tokens: int) -> Tensor:
     """Return [T, R]: each token has the scales of its model, padding those of none."""
-    counts = torch.tensor([part.num_tokens for part in parts], dtype=torch.int64)
+    counts = torch.tensor([part.trie.num_tokens if part.trie else part.num_tokens for part in parts], dtype=torch.int64)
     scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
     return torch.cat([scales_TR, scales_TR.new_zeros(num_tokens - len(scales_TR), scales_TR.shape[1])])
 

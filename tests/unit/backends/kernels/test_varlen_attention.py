@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backends.kernels import varlen_attention as packed
+from backends.kernels.flash_attention import Span
 from backends.kernels.plain_attention import plain_attention
-from backends.kernels.varlen_attention import Span, packed_attention, round_up_length
+from backends.kernels.varlen_attention import packed_attention, round_up_length
 from backends.protocol import BackendFailed
 from backends.trainer.model import attention
 from tests.attention import (

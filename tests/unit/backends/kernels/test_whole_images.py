@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from backends.kernels import whole_images
+from backends.kernels.flash_attention import Span
 from backends.kernels.plain_attention import plain_attention
-from backends.kernels.varlen_attention import Span, packed_attention
+from backends.kernels.varlen_attention import packed_attention
 from backends.protocol import BackendFailed
 from tests.attention import (
     PlainKernel,

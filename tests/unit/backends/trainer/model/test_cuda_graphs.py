@@ -124,6 +124,7 @@ def test_microbatches_of_several_models_by_graphs_are_as_without(kind, capturing
     settings = replace(config(source, max_tokens=4096), routing_dir=routing_dir if kind == "Qwen3 MoE" else None)
     rank, plain = (TrainerRank(settings, World(0, 1, torch.device("cpu"))) for _ in range(2))
     rank.base._graphs = graphs = Graphs(rank.base.scorer, torch.device("cpu"))
+    rank.base.whole_below = plain.base.whole_below = graphs.max_tokens + 1
     for one in (rank, plain):
         for place, lora_rank in enumerate((4, 9)):
             one.create_model(f"m{place}", LORA.model_copy(update={"rank": lora_rank, "seed": place}))

@@ -1,0 +1,47 @@
+"""Datums that begin alike on two ranks, whose base is whole or sharded, have the numbers of a rank that computes each
+datum whole.
+
+pytest tests/contract/test_shared_prefixes.py
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from api_schemas.inputs import Datum
+from backends.trainer.distributed import World
+from backends.trainer.rank import TrainerRank
+from tests.factories import VOCAB, cross_entropy, prompt, text
+from tests.ranks import Stepped, check_two_are_as_one, two_steps
+from tests.trainers import LORA, config, trained
+from tests.tries import datums_of
+
+
+def data() -> list[Datum]:
+    texts = datums_of((200, 30), (200, 31), (200, 32), (200,), (150, 40, 9), (150, 40, 8), (150, 7), (60,))
+    random = np.random.default_rng(0)
+    return [
+        Datum(
+            model_input=prompt(text(*tokens)),
+            loss_fn_inputs={
+                "target_tokens": random.integers(0, VOCAB, len(tokens)),
+                "weights": random.normal(size=len(tokens)).astype(np.float32),
+            },
+        )
+        for tokens in texts
+    ]
+
+
+def steps(world: World, source: Path, sharded: bool) -> Stepped:
+    """On two ranks datums share their beginnings, alone they do not."""
+    rank = trained(TrainerRank(config(source, 400, num_ranks=world.size if sharded else 1), world), {"m": LORA})
+    assert rank.base.whole_below == 0
+    if world.size == 1:
+        rank.base.whole_below = None
+    return two_steps(rank, "m", cross_entropy(data()))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_that_share_beginnings_are_as_a_rank_that_does_not(tiny_text: Path, sharded: bool) -> None:
+    check_two_are_as_one(steps, tiny_text, sharded)

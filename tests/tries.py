@@ -1,0 +1,31 @@
+"""Datums that begin alike."""
+
+import numpy as np
+
+
+def random_trie(seed: int, vocab_size: int = 300) -> list[np.ndarray]:
+    """Texts of a random trie of 1 to 5 levels, of 1 to 300 tokens each; some begin others, and some are equal."""
+    random = np.random.default_rng(seed)
+
+    def grow(begin: np.ndarray, levels: int) -> list[np.ndarray]:
+        most = int(random.choice([1, 3, 40, 300]))
+        own = np.concatenate([begin, random.integers(0, vocab_size, random.integers(1, most + 1))])
+        if levels == 1:
+            return [own]
+        children = [one for _ in range(random.integers(1, 4)) for one in grow(own, levels - 1)]
+        return [*children, *[own] * int(random.integers(0, 3) == 0)]
+
+    found = [
+        one for _ in range(random.integers(1, 3)) for one in grow(np.zeros(0, np.int64), int(random.integers(1, 6)))
+    ]
+    found = found[:24] + found[:1] * int(random.integers(0, 2))
+    return [found[index] for index in random.permutation(len(found))]
+
+
+def datums_of(*parts: tuple[int, ...]) -> list[np.ndarray]:
+    """Each datum is some texts of these lengths; equal beginnings of the lengths are equal texts."""
+    made: dict[tuple[int, ...], np.ndarray] = {}
+    for own in parts:
+        for end in range(1, len(own) + 1):
+            made.setdefault(own[:end], np.random.default_rng(len(made)).integers(0, 300, own[end - 1]))
+    return [np.concatenate([made[own[:end]] for end in range(1, len(own) + 1)]) for own in parts]
