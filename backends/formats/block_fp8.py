@@ -8,7 +8,6 @@ transformers nor vLLM.
 N outputs, K inputs, I and J blocks of them, B bytes of a packed matrix
 """
 
-import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backends.formats.model_files import tensor_layouts
+from backends.kernels.cards import choices_on
 from backends.protocol import BackendFailed
 
 BLOCK = 128
@@ -134,10 +134,8 @@ def multiply(x_MK: Tensor, weight_B: Tensor, found_MN: Tensor) -> None:
     product(x_MK.contiguous(), numbers_NK, scale_IJ, BLOCK, found_MN)
 
 
-@functools.cache
 def _has_kernel(device: torch.device) -> bool:
-    """Return whether a kernel dequantises there: Triton converts fp8 from Ada on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and choices_on(device).kernels_for_fp8
 
 
 def halves(weight_B: Tensor, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:

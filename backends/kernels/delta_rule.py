@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.kernels.autograd import Context
+from backends.kernels.cards import choices_on
 from backends.kernels.targets import DELTA_RULE
 from backends.patches import require_as_written
 from backends.protocol import BackendFailed
@@ -51,7 +52,7 @@ def _kernels() -> SimpleNamespace:
         )
     require_as_written(DELTA_RULE)
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # kernels of other packages would take over where these are there
-    if torch.cuda.get_device_capability() == (9, 0):
+    if choices_on(torch.device("cuda", torch.cuda.current_device())).tuned_delta_rule:
         import triton
 
         for name, (sizes, num_warps, num_stages) in _TUNED.items():

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.kernels.autograd import Context
+from backends.kernels.cards import choices_on
 from backends.kernels.defined_attention import (
     CLOSE,
     TESTED_IMAGE,
@@ -278,7 +279,7 @@ def _cudnn_serves(
 
     `heads_first`: heads come before tokens in memory.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+    if device.type == "cuda" and not choices_on(device).cudnn_for_long_samples:
         return False
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,0 +1,49 @@
+"""Kernels that are chosen by a GPU's compute capability, in one table. Those of the engine's attention are vLLM's own
+choice."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from backends.protocol import BackendFailed
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is chosen in bfloat16."""
+
+    cudnn_for_long_samples: bool
+    """The trainer's attention of long samples is cuDNN's, where it was seen to equal FlashAttention 2; else that."""
+    kernels_for_fp8: bool
+    """Weights in fp8 are read by kernels of our own: Triton converts fp8 from Ada on. Else torch dequantises them."""
+    tuned_delta_rule: bool
+    """Kernels of the delta rule have sizes that were measured. Else the library measures them at each first start."""
+
+
+CHOICES: dict[Capability, Choices] = {
+    (8, 0): Choices(cudnn_for_long_samples=False, kernels_for_fp8=False, tuned_delta_rule=False),
+    (8, 6): Choices(cudnn_for_long_samples=False, kernels_for_fp8=False, tuned_delta_rule=False),
+    (8, 9): Choices(cudnn_for_long_samples=False, kernels_for_fp8=True, tuned_delta_rule=False),
+    (9, 0): Choices(cudnn_for_long_samples=True, kernels_for_fp8=True, tuned_delta_rule=True),
+    (10, 0): Choices(cudnn_for_long_samples=True, kernels_for_fp8=True, tuned_delta_rule=False),
+}
+"""By the least capability: a card between two has the lower one's. Only 9.0 has run."""
+
+
+def choices_for(capability: Capability) -> Choices:
+    """Return the choices for cards of a compute capability. Raises BackendFailed for those without bfloat16."""
+    known = [least for least in CHOICES if least <= capability]
+    if not known:
+        raise BackendFailed(
+            f"a GPU of compute capability {'.'.join(map(str, capability))} has no bfloat16: 8.0 is the least (A100)"
+        )
+    return CHOICES[max(known)]
+
+
+@functools.cache
+def choices_on(device: torch.device) -> Choices:
+    """Return the choices for a GPU."""
+    return choices_for(torch.cuda.get_device_capability(device))
