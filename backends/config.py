@@ -76,9 +76,9 @@ class BackendConfig(BaseModel):
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass on a rank in training. A longer datum runs alone. If absent: 1024 on a CPU, 16384 on
     CUDA."""
-    max_concurrent_samples: int = Field(default=256, ge=1)
+    max_concurrent_samples: int | None = Field(default=None, ge=1)
     """Sequences that an engine decodes at once. Further sequences wait. Eight more are reserved for owners without a
-    running sequence."""
+    running sequence. If absent: 256, or 64 if all GPUs have less than 28 GiB."""
     adapter_slots: int | None = Field(default=None, ge=1, le=64)
     """Adapters with which an engine decodes at once, each with memory for the largest rank. Further adapters take turns
     in these slots. If absent: as many as models_at_once."""
@@ -109,6 +109,11 @@ class BackendConfig(BaseModel):
     """Directory of the sampler's links to models and adapters in use, which are deleted at start, and of the caches of
     torch, Triton and vLLM, which are kept, unless `TORCHINDUCTOR_CACHE_DIR`, `TRITON_CACHE_DIR` or `VLLM_CACHE_ROOT`
     name other places. Machines of an existing Ray cluster use the same path, each in nodes/NAME."""
+
+    @property
+    def samples_at_once(self) -> int:
+        """Sequences that an engine decodes at once, at most."""
+        return self.max_concurrent_samples or 256
 
     @property
     def names_gpus(self) -> bool:

@@ -12,7 +12,8 @@ BasePrecision = Literal["fp8"]
 ENGINE_GRAPHS_BYTES = 7 << 28
 """Bytes that an engine's captured CUDA graphs take of its part of a GPU: 1.54 GiB on an H100, with 8 layers of a dense
 model of 4 billion."""
-
+ENGINE_TOKENS = 8192
+"""Tokens of an engine's step on CUDA, unless its GPUs are small."""
 DRAWN_TOKENS = 1
 """Tokens by which an engine's sequence may be longer than the served context: vLLM draws one behind every prompt, even
 if only the prompt's scores are asked for. It is never computed."""
@@ -79,6 +80,10 @@ class ModelSpec(BaseModelInfo):
     """True if datums of several models may be computed in one microbatch."""
     stable_reinforce: str | None = None
     max_concurrent_samples: int
+    engine_tokens: int = ENGINE_TOKENS
+    """Tokens of an engine's step on CUDA, if its sequences are not more."""
+    offloads_inputs: bool = False
+    """True if inputs of layers that recompute wait in main memory."""
     adapter_slots: int
     max_images_per_prompt: int
     image_cache_bytes: int

@@ -37,7 +37,8 @@ The tables show, for each model and card, the smallest number of cards that can 
 settings. The server trains and samples the model on these cards at the same time.
 
 A cell shows the number of cards, the longest context, the largest LoRA rank, and the number of models of this rank that
-train at once. A dash means that eight cards of one machine are too few.
+train at once. A dash means that eight cards of one machine are too few. With `*`, inputs of layers that recompute
+[wait in main memory](operating.md#small-cards).
 
 """
 IN_FP8 = ("8b-text", "32b", "70b")
@@ -85,6 +86,11 @@ NOTES = """
   tests/gpu/test_memory.py -s -k vision_tower`). The towers of Qwen3.5 have not been measured.
 - **Your own model:** `tinker-server doctor --model NAME=DIRECTORY --gpu CARD:COUNT` makes the same plan from the
   model's files, and prints every part on every card. It needs no GPU. CARD is one of the names in the table.
+- **Cards before Hopper** (compute capability 8.0, 8.6 and 8.9) have other kernels: the trainer's attention is
+  FlashAttention 2 for samples of every length, where Hopper has cuDNN's for long ones; the engine's is FlashAttention 2
+  in place of 3; the delta rule's kernels choose their sizes at each first start; and below 8.9 torch dequantises bases
+  in fp8. `backends/kernels/cards.py` has the table. A test compares the choices with it. Only H100 and H200 (9.0) have
+  run.
 - **If a model does not fit:** use a shorter context, a smaller rank, or more cards. The refusal names the nearest
   settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the options.
 - **Several cards** hold one model in parts: the trainer and the engine have separate cards, or the model is divided
@@ -174,7 +180,8 @@ def _cell(size: str, card: str, *, in_fp8: bool = False) -> str:
     for count in COUNTS:
         if (plan := _plan(size, f"{card}:{count}", in_fp8=in_fp8)) is not None:
             (demand,) = plan.demands.values()
-            return f"{count}: {demand.context}, rank {demand.lora_rank} x {demand.models_at_once}"
+            mark = "*" if demand.offloads_inputs else ""
+            return f"{count}: {demand.context}, rank {demand.lora_rank} x {demand.models_at_once}{mark}"
     return "-"
 
 

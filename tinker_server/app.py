@@ -220,7 +220,7 @@ def build_services(
     keys, gallery = Keys(settings.resolve_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings, keys, audit)
     admission = Admission(
-        SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
+        SAMPLES_PER_SLOT * settings.backend.samples_at_once,
         BODIES_IN_FLIGHT * settings.max_body_bytes,
         QUEUED_BODIES * settings.max_body_bytes,
     )

@@ -174,6 +174,8 @@ def _outline(model: LocalModel) -> str:
     if spec.mesh.context > 1:
         parts.append(f"{spec.mesh.context} ranks for the tokens of each microbatch")
     placement = spec.placement
+    if spec.offloads_inputs:
+        parts.append("inputs of layers that recompute in main memory")
     if placement.gpus:
         base = "whole base" if spec.mesh.shard == 1 else "shard of the base"
         parts.append(f"a trainer on GPUs {', '.join(map(str, placement.gpus))} with the {base} on each")

@@ -13,7 +13,8 @@ from itertools import chain
 
 from backends.config import MemoryPart, Process
 from backends.configure.model_size import ModelSize
-from backends.model_spec import ENGINE_GRAPHS_BYTES
+from backends.configure.small_cards import LARGEST_IMAGE_TOKENS
+from backends.model_spec import ENGINE_GRAPHS_BYTES, ENGINE_TOKENS
 from backends.trainer.lora.adapters import buffer_rank
 from backends.trainer.model.recompute import MARGIN
 from backends.trainer.optimizer import TRIED_AT_ONCE
@@ -31,8 +32,6 @@ HOLDER_CONTEXT_BYTES = int(0.6 * GIB)
 """The context of a process that holds the one copy of a base."""
 PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
-ENGINE_TOKENS = 8192
-"""Tokens of a step of an engine on CUDA (`sampler/engine/engine.py`)."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
 _SMALLEST_GRAPH_TOKENS = 256
 
@@ -53,6 +52,10 @@ class Demand:
     """None: the least that does."""
     context_parallel: int = 1
     """Ranks that compute a microbatch together, a slice of its tokens each."""
+    engine_tokens: int = ENGINE_TOKENS
+    """Tokens of an engine's step."""
+    offloads_inputs: bool = False
+    """True if inputs of layers that recompute wait in main memory."""
 
     @property
     def slice_tokens(self) -> int:
@@ -168,7 +171,7 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
-    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True) + size.unpacking_bytes
+    microbatch = least_activation_bytes(size, demand) + size.unpacking_bytes
     if demand.context_parallel > 1:
         microbatch += demand.slice_tokens * size.exchanged_token_bytes
     if size.image_token is not None:
@@ -205,6 +208,11 @@ def buffer_widths(demand: Demand, device: str) -> list[int]:
     return sorted({buffer_rank(rank, demand.lora_rank) for rank in (0, *fitting)})
 
 
+def least_activation_bytes(size: ModelSize, demand: Demand) -> int:
+    """Return what the longest microbatch takes of a rank if all layers recompute."""
+    return size.activation_bytes(demand.slice_tokens, recomputes=True, offloads=demand.offloads_inputs)
+
+
 def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:
     """Return the least parts of each of so many ranks of an engine. All but its context are vLLM's own part of the
     GPU."""
@@ -218,13 +226,15 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
         # The only rank of an engine is in its host's process; several are processes beside it.
         return parts | {"process": PROCESS_BYTES + (PROCESS_BYTES // tensor_parallel if tensor_parallel > 1 else 0)}
     # A step has its largest layer, its stream, and float32 logits of its sequences with what sampling makes of them.
-    step_tokens = max(ENGINE_TOKENS, demand.max_sequences)
+    step_tokens = max(demand.engine_tokens, demand.max_sequences)
     token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
     if tensor_parallel == 1:
         parts["step"] += 2 * size.unpacking_bytes  # gate and up are one matrix there
     if size.image_token is not None:
         parts["images"] = size.image_token.forward * step_tokens
+        if demand.engine_tokens < ENGINE_TOKENS:  # a step may have an image that is larger, alone
+            parts["images"] = max(parts["images"], size.image_token.forward * LARGEST_IMAGE_TOKENS - parts["step"])
     return parts | {"graphs": ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
 
 

@@ -140,11 +140,13 @@ class ModelSize:
             return 1
         return min(tensor_parallel, self.key_heads) if matrices.name in _OF_KEYS else tensor_parallel
 
-    def activation_bytes(self, num_tokens: int, *, recomputes: bool) -> int:
-        """Return what a microbatch takes with all layers recomputed, or with none, by estimate."""
+    def activation_bytes(self, num_tokens: int, *, recomputes: bool, offloads: bool = False) -> int:
+        """Return what a microbatch takes with all layers recomputed, or with none, by estimate. `offloads`: inputs of
+        recomputed layers wait in main memory, but two, which are on their way."""
         layers = 4 * self.hidden if recomputes else self.layer_token_bytes
         once = (2 if recomputes else 1) * self.layer_token_bytes + 20 * self.hidden
-        return int(_LOGITS_BYTES + num_tokens * (self.num_layers * layers + once))
+        num_here = min(self.num_layers, 2) if recomputes and offloads else self.num_layers
+        return int(_LOGITS_BYTES + num_tokens * (num_here * layers + once))
 
     def kv_cache_bytes(self, context: int, tensor_parallel: int, device: str) -> int:
         """Return the least KV cache of an engine, of all its ranks together: a whole context, on the CPU two."""

@@ -27,9 +27,11 @@ from backends.configure.memory_plan import (
     Machine,
     MemoryPlan,
     gib,
+    least_activation_bytes,
     plan_parts,
 )
 from backends.configure.model_size import ModelSize
+from backends.configure.small_cards import engine_steps
 from backends.model_spec import Device, Placement
 from backends.processes.heap import free_main_bytes
 from backends.protocol import BackendFailed
@@ -55,6 +57,7 @@ class _Open:
     context: int
     lora_rank: int
     models_at_once: int = 1
+    offloads_inputs: bool = False
 
 
 def this_machine() -> Machine:
@@ -72,7 +75,10 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         for copies in _base_copies(sizes, config, device)
     ]
     tried: list[MemoryPlan] = []
-    for wish in _bases(config, device):
+    bases = [*_bases(config, device)]
+    # What costs time in every microbatch comes last.
+    offloading = [replace(wish, offloads_inputs=True) for wish in bases] if device == "cuda" else []
+    for wish in (*bases, *offloading):
         tried = []
         for search in searches:
             for plan in search.laid_out(wish):
@@ -89,7 +95,9 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         for name, demand in least.demands.items()
     )
     there = "free" if device == "cpu" else "there"
-    if device == "cuda" and least.totals[gpu] < machine.gpu_bytes[gpu]:
+    if config.gpu_memory_bytes is not None:
+        there = "usable (--gpu-memory)"
+    elif device == "cuda" and least.totals[gpu] < machine.gpu_bytes[gpu]:
         there = "usable, as on the smallest GPU of its models"
     raise BackendFailed(
         f"too little {where}: {gib(least.totals[gpu])} are {there},"
@@ -163,6 +171,7 @@ class _Search:
         if device == "cuda":
             require_gpus(config, len(gpus))
         require_slices(config)
+        self._steps = engine_steps(config, device, [self._totals[gpu] for gpu in self._sampler_gpus or gpus])
 
     def laid_out(self, wish: _Open) -> Iterator[MemoryPlan]:
         """Yield plans with this demand, those that use fewer GPUs first, with the engines that are asked for, or one
@@ -254,15 +263,17 @@ class _Search:
             models_at_once=wish.models_at_once,
             adapter_slots=config.adapter_slots or wish.models_at_once,
             microbatch_tokens=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[self._device],
-            max_sequences=config.max_concurrent_samples,
+            max_sequences=self._steps.sequences,
             kv_cache_bytes=config.kv_cache_bytes,
             context_parallel=config.context_parallel,
+            engine_tokens=self._steps.tokens,
+            offloads_inputs=wish.offloads_inputs,
         )
 
     def _useful_bytes(self, size: ModelSize, demand: Demand) -> int:
         """Return what a trainer can use beyond its least: for microbatches that recompute nothing."""
         wanted = size.activation_bytes(demand.microbatch_tokens, recomputes=False)
-        return max(0, wanted - size.activation_bytes(demand.slice_tokens, recomputes=True))
+        return max(0, wanted - least_activation_bytes(size, demand))
 
     def _is_comfortable(self, plan: MemoryPlan) -> bool:
         """Return whether microbatches need no recomputation."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
@@ -37,7 +36,7 @@ from backends.trainer.model.float32_residual import keep_in_float32
 from backends.trainer.model.linear_attention import pack_linear_attention
 from backends.trainer.model.loading import load, reporting_progress
 from backends.trainer.model.packing import Microbatch, pack
-from backends.trainer.model.recompute import Memory
+from backends.trainer.model.recompute import Memory, Recomputation
 from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
 from backends.trainer.model.sharing import may_share, sharing_is_exact
@@ -113,7 +112,8 @@ class BaseModel:
             warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled)
             if config.placement.trainer_bytes:
                 progress.does("measures memory")
-                self.memory = self._measure_memory(model, world, config.placement.trainer_bytes)
+                layers = Recomputation(model.get_decoder().layers, offloads=config.offloads_inputs)
+                self.memory = self._measure_memory(layers, world, config.placement.trainer_bytes)
             # A graph would hold collectives.
             can_be_captured = not self.is_coupled and all(map(can_be_compiled, model.get_decoder().layers))
             if self.packs and can_be_captured:
@@ -217,10 +217,10 @@ class BaseModel:
             return None
         return graphs
 
-    def _measure_memory(self, model: PreTrainedModel, world: World, limit_bytes: int) -> Memory:
+    def _measure_memory(self, layers: Recomputation, world: World, limit_bytes: int) -> Memory:
         def run(num_tokens: int) -> None:
             run_text(self.scorer, self.renderer, world, [num_tokens * world.context.size])
 
-        memory = Memory(model.get_decoder().layers, run, world.device, limit_bytes)
-        log.info("%s: %s", model.config.model_type, memory.describe())
+        memory = Memory(layers, run, world.device, limit_bytes)
+        log.info("%s: %s", self.scorer.model.config.model_type, memory.describe())
         return memory

@@ -300,7 +300,7 @@ def test_a_client_that_goes_away_stops_its_work_and_an_owner_has_a_limit(guarded
     server, made = guarded
     sampler = server.backend.tiny.sampler
     server.set_gate(sampler.gate, is_open=False)
-    most = 64 * server.settings.backend.max_concurrent_samples
+    most = 64 * server.settings.backend.samples_at_once
     try:
         for stream in (False, True):
             before = sampler.running

@@ -12,25 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from api_schemas.training import AdamParams
-from backends.base_weights.client import BaseWeights
 from backends.base_weights.mapped import Files, map_views
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Mesh, ModelSpec, Placement
-from backends.processes.launcher import launch_sampler, launch_trainer
-from backends.protocol import ignore_loading
-from backends.sampler.commands import CountProgress
 from backends.sampler.engine.engine import stays_in_fp8
-from backends.sampler.pool import SamplerPool
-from backends.trainer.client import TrainerClient
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, assert_close, of_text, scoring_datum
+from tests.gpu.parts import Parts, used_bytes
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
@@ -53,45 +47,6 @@ def spec_of(source: Path, scratch: Path) -> ModelSpec:
         base_copies=1,
         max_context_length=2048,
     )
-
-
-class Parts:
-    def __init__(self, spec: ModelSpec) -> None:
-        self.base = BaseWeights(spec)
-        self.trainer = TrainerClient(self.base.spec, self.base.mapped_by(launch_trainer))
-        self.sampler = SamplerPool(self.base.spec, self.base.mapped_by(launch_sampler, they_wait=True))
-
-    @property
-    def socket(self) -> Path:
-        return self.base.spec.base_socket(0)
-
-    async def __aenter__(self) -> "Parts":
-        await asyncio.gather(self.base.start(ignore_loading), self.trainer.start(), self.sampler.start())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(self.trainer.stop(), self.sampler.stop())
-        await self.base.stop()
-
-    def holder(self) -> int:
-        return self.base._supervisor.children[0].process.pid
-
-    async def progress(self) -> list[int]:
-        """Steps and tasks of each engine."""
-        engines = self.sampler.engines
-        return [await engine.call(engine.supervisor.children[0], CountProgress()) for engine in engines]
-
-    async def difference(self, source: Path) -> np.ndarray:
-        """Absolute, nats, of trainer and sampler."""
-        renderer = Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
-        pictures = [image(96, 64, 1)] if renderer.takes_images else []
-        model_input = prompt(words(200, 5), *pictures, words(100, 6))
-        scored = (await sample(self.sampler, scoring(model_input), None)).prompt_logprobs
-        model = await self.trainer.create_model("m", LORA, "owner")
-        item = scoring_datum(model_input, renderer)
-        output = await self.trainer.forward_backward(model, cross_entropy([item]), backward=False)
-        await self.trainer.delete_model(model)
-        return of_text(item, scored, output.loss_fn_outputs[0]["logprobs"], renderer)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -126,11 +81,6 @@ async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(tmp_path: Path) ->
             found = of_text(item, response.prompt_logprobs, row["logprobs"], renderer)
             print(f"two GPUs: mean {found.mean():.4f}, largest {found.max():.4f} nats")
             assert found.mean() < MEAN and found.max() < LARGEST
-
-
-def used_bytes() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {

@@ -110,6 +110,8 @@ def places(found: Examination) -> Iterator[str]:
             f" {len(placement.engines)} engine{'s' if len(placement.engines) > 1 else ''} on {engines},"
             f" {placement.sampler_fraction * smallest / GIB:.1f} GiB of each"
         )
+        if spec.offloads_inputs:
+            yield f"{spec.name}: inputs of layers that recompute wait in main memory, since memory of the GPU is short"
 
 
 def image_prompts(found: Examination) -> Iterator[str]:

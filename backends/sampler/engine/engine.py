@@ -178,7 +178,7 @@ def _device_args(config: ModelSpec) -> dict[str, object]:
         # FlashInfer's kernel for linear attention would be built at its first use, by a compiler for CUDA.
         "gdn_prefill_backend": "triton",
         "gpu_memory_utilization": config.placement.sampler_fraction,
-        "max_num_batched_tokens": max(8192, max_sequences(config)),
+        "max_num_batched_tokens": max(config.engine_tokens, max_sequences(config)),
     }
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from backends.kernels.pinned_copy import to_device
 from backends.kernels.varlen_attention import LONG
 
 GIB = 2**30
@@ -29,10 +31,12 @@ MARGIN = 0.05
 class Recomputation:
     """Checkpoints the first layers: they save their input alone, and recompute the rest in backward."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], *, offloads: bool = False) -> None:
+        """`offloads`: inputs wait in main memory for the backward."""
         self._layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
+        run = partial(checkpoint, use_reentrant=False)
         for layer in self._layers:
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = partial(_offloading, run) if offloads else run
 
     @property
     def num_layers(self) -> int:
@@ -44,6 +48,23 @@ class Recomputation:
         for index, layer in enumerate(self._layers):
             # transformers requires both; the layer's own modules stay in evaluation mode.
             layer.gradient_checkpointing = layer.training = index < num_layers
+
+
+def _offloading(run: Callable[..., object], layer: Callable[..., object], *args: object) -> object:
+    """Run a checkpointed layer whose inputs wait in main memory. What it saves inside has hooks of its own."""
+    with saved_tensors_hooks(_to_main_memory, _from_main_memory):
+        return run(layer, *args)
+
+
+def _to_main_memory(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    waiting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    # On the stream that computes: the next layer's kernels come behind it, and the host waits for nothing.
+    return tensor.device, waiting.copy_(tensor, non_blocking=True)
+
+
+def _from_main_memory(waiting: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = waiting
+    return to_device(tensor, device)
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,11 @@ class Memory:
     """The memory of one GPU, which microbatches share with weights, adapters and optimizers."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], run: Callable[[int], None], device: torch.device, limit_bytes: int
+        self,
+        layers: Recomputation,
+        run: Callable[[int], None],
+        device: torch.device,
+        limit_bytes: int,
     ) -> None:
         """`run` runs forward and backward of made-up text of so many tokens; its code is compiled already."""
         self.graphs_bytes = 0
@@ -95,7 +120,7 @@ class Memory:
         """True if layers of the next microbatch are checkpointed."""
         self._device = device
         self._limit_bytes = limit_bytes
-        self._recomputation = Recomputation(layers)
+        self._recomputation = layers
         self._costs = self._measure(run)
 
     def _measure(self, run: Callable[[int], None]) -> ActivationCosts:

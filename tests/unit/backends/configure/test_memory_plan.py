@@ -24,6 +24,7 @@ from backends.configure.memory_plan import (
     Machine,
     MemoryPlan,
     adapter_bytes,
+    engine_parts,
     plan_parts,
     trainer_parts,
 )
@@ -282,16 +283,58 @@ def test_a_part_of_a_card_is_refused_by_name_where_there_is_none_or_cards_differ
         assert "nearest" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("card", "steps"),
+    [
+        ("L4", (2048, 64)),
+        ("RTX4090", (2048, 64)),
+        ("RTX5090", (8192, 256)),
+        ("A100-40", (8192, 256)),
+        ("H100", (8192, 256)),
+        ("B200", (8192, 256)),
+    ],
+)
+def test_an_engine_takes_smaller_steps_on_small_cards_alone(card: str, steps: tuple[int, int]) -> None:
+    found = plan("Qwen/Qwen3.5-4B", card, max_context_length=4096)
+    demand = found.demands["Qwen/Qwen3.5-4B"]
+    assert (demand.engine_tokens, demand.max_sequences) == steps
+    assert not demand.offloads_inputs
+    asked = plan("Qwen/Qwen3.5-4B", card, max_context_length=4096, max_concurrent_samples=100)
+    assert asked.demands["Qwen/Qwen3.5-4B"].max_sequences == 100
+
+
+def test_an_engine_with_small_steps_has_room_for_the_largest_image() -> None:
+    size = shape("4b")
+    demand = Demand(8192, 8, 1, 1, 8192, 64, None, engine_tokens=2048)
+    parts, large = (
+        engine_parts(size, demand, 1, "cuda"),
+        engine_parts(size, replace(demand, engine_tokens=8192), 1, "cuda"),
+    )
+    assert parts["step"] < large["step"] and parts["step"] + parts["images"] < large["step"] + large["images"]
+    assert parts["step"] + parts["images"] == 16384 * present(size.image_token).forward
+
+
+def test_a_context_of_8192_of_4_billion_with_images_fits_a_card_of_24_gib_with_inputs_in_main_memory() -> None:
+    found = plan("4b", "RTX4090")
+    demand, size = found.demands["4b"], shape("4b")
+    assert demand.context >= 8192 and demand.lora_rank >= 32 and demand.offloads_inputs
+    of_inputs = 4 * size.hidden * (size.num_layers - 2) * demand.context
+    least = size.activation_bytes(demand.context, recomputes=True)
+    assert size.activation_bytes(demand.context, recomputes=True, offloads=True) == least - of_inputs
+    for card in ("RTX5090", "A100-40", "H100", "H200"):
+        assert not plan("4b", card).demands["4b"].offloads_inputs
+
+
 ONE_COPY = [("32b", "H200"), ("30b-a3b", "H200"), ("4b", "L4"), ("70b", "H100:4")]
 REFUSED = [
-    ("4b", "H100", 2, {"max_context_length": 131072}),
+    ("4b", "H100", 2, {"max_context_length": 262144}),
     ("4b", "L4", 2, {}),
     ("8b-text", "A100-40", 2, {}),
     ("8b-text", "H100", 2, {"models_at_once": 16, "max_lora_rank": 128}),
     ("8b-text", "H100", 2, {"kv_cache_bytes": 50 * GIB}),
     ("8b-text", "H100", 2, {"kv_cache_bytes": 1 << 50}),  # found at once
-    ("32b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 64}),
-    ("30b-a3b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 128}),
+    ("32b", "H200", 1, {"max_context_length": 65536, "max_lora_rank": 64}),
+    ("30b-a3b", "H200", 1, {"max_context_length": 65536, "max_lora_rank": 128}),
     ("70b", "H100:4", 2, {}),
     ("32b", "H200", 2, {"max_lora_rank": 32}),
 ]
@@ -321,7 +364,7 @@ def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
         given = read_settings(parse(["doctor", "--model", "a=org/name", *arguments])).backend
         changed = config.model_copy(update=given.model_dump(exclude_unset=True, exclude={"models"}))
         make_plan([shape(name)], changed, machine(other_gpus[1] if other_gpus else gpus), "cuda")
-        if "max_context_length" in one.settings and one.settings["max_context_length"] + 1024 < 32768:
+        if "max_context_length" in one.settings and "max_context_length" in settings:
             longer = {"max_context_length": one.settings["max_context_length"] + 1024}
             with pytest.raises(BackendFailed):
                 make_plan([shape(name)], config.model_copy(update=longer), machine(gpus), "cuda")
@@ -342,9 +385,9 @@ def test_a_context_takes_of_each_gpu_a_ranks_slice_of_it() -> None:
 def test_a_context_that_fits_no_gpu_fits_several_that_divide_it_and_the_refusal_says_so() -> None:
     settings = {"max_context_length": 262_144, "max_lora_rank": 32, "models_at_once": 1}
     size = replace(shape("4b"), context_parallels=(1, 2, 4))
-    config = BackendConfig(**settings)  # type: ignore[arg-type]
+    config = BackendConfig(**settings, trainer_gpus=(0, 1), sampler_gpus=(0, 1))  # type: ignore[arg-type]
     with pytest.raises(BackendFailed, match=r"nearest that fits: --context-parallel 2 or --max-context \d+"):
-        plan_or_suggest([size], config, machine("H200:2"), "cuda")
+        plan_or_suggest([size], config, machine("H100:2"), "cuda")
     assert plan("4b", "H200:2", **settings, context_parallel=2).demands["4b"].context == 262_144
     with pytest.raises(BackendFailed, match="8 ranks on CUDA need as many GPUs; torch sees 2"):
         plan("4b", "H200:2", context_parallel=8)

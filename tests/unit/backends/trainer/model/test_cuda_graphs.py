@@ -16,7 +16,7 @@ from backends.trainer.lora.model import LoraModel
 from backends.trainer.model import cuda_graphs as graphs_module
 from backends.trainer.model.cuda_graphs import Graphs, samples_of_graph
 from backends.trainer.model.packing import Microbatch, pack
-from backends.trainer.model.recompute import Memory
+from backends.trainer.model.recompute import Memory, Recomputation
 from backends.trainer.model.token_logprobs import Scorer, TokenGradient
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
@@ -192,7 +192,7 @@ class Card:
             "memory_snapshot": snapshot,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        rank.base.memory = Memory(layers, run, torch.device("cpu"), limit_bytes)
+        rank.base.memory = Memory(Recomputation(layers), run, torch.device("cpu"), limit_bytes)
         for name in ("missing_bytes", "training_bytes"):
             monkeypatch.setattr(LoraModel, name, 0)  # a model's own are not on this card
 
