@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from backends.trainer.model.recompute import Recomputation
 
 
-class Layer(GradientCheckpointingLayer):
+class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
