@@ -171,7 +171,8 @@ class _Search:
         if device == "cuda":
             require_gpus(config, len(gpus))
         require_slices(config)
-        self._steps = engine_steps(config, device, [self._totals[gpu] for gpu in self._sampler_gpus or gpus])
+        for_engines = (self._sampler_gpus if device == "cuda" else None) or gpus
+        self._steps = engine_steps(config, device, [self._totals[gpu] for gpu in for_engines])
 
     def laid_out(self, wish: _Open) -> Iterator[MemoryPlan]:
         """Yield plans with this demand, those that use fewer GPUs first, with the engines that are asked for, or one

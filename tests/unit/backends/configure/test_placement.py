@@ -377,6 +377,11 @@ def test_one_copy_of_a_base_is_refused_by_name_where_it_cannot_be_shared() -> No
         find("a", source, config.model_copy(update={"tensor_parallel": 2}), machine)
 
 
+def test_numbers_of_gpus_are_nothing_to_a_plan_on_the_cpu() -> None:
+    found = make_plan([SMALL], BackendConfig(sampler_gpus=(2, 3)), Machine(64 * GIB), "cpu")
+    assert found.layouts["small"].engines == ((0,),) and found.demands["small"].max_sequences == 256
+
+
 def test_one_copy_of_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
     source = make_tiny_gpt_oss(tmp_path / "model")
     config = BackendConfig(models={"a": str(source)}, device="cpu", base_copies=1)
