@@ -69,7 +69,10 @@ def suggestions(
         nearest = bisect_left(less_and_less, True, key=fits)
         found += less_and_less[nearest : nearest + 1]
     if device == "cuda":
-        larger = _larger_cards(machine) if config.gpu_memory_bytes is None else _more_memory(config, machine)
+        larger = _larger_cards(machine)
+        if config.gpu_memory_bytes is not None:
+            sizes_gib = range(config.gpu_memory_bytes // GIB + 1, min(machine.gpu_bytes) // GIB + 1)
+            larger = (Suggestion(f"--gpu-memory {gib}", {"gpu_memory_bytes": gib * GIB}) for gib in sizes_gib)
         for tries in (_more_cards(machine), larger):
             found += list(islice(filter(fits, tries), 1))
     return found
@@ -117,12 +120,6 @@ def _more_cards(machine: Machine) -> Iterator[Suggestion]:
     for count in range(len(machine.gpu_bytes) + 1, _MOST_CARDS + 1):
         if name is not None:
             yield Suggestion(f"{count} GPUs (--gpu {name}:{count})", {}, f"{name}:{count}")
-
-
-def _more_memory(config: BackendConfig, machine: Machine) -> Iterator[Suggestion]:
-    """Suggest more of each GPU, in whole GiB."""
-    for size_gib in range((config.gpu_memory_bytes or 0) // GIB + 1, min(machine.gpu_bytes) // GIB + 1):
-        yield Suggestion(f"--gpu-memory {size_gib}", {"gpu_memory_bytes": size_gib * GIB})
 
 
 def _larger_cards(machine: Machine) -> Iterator[Suggestion]:

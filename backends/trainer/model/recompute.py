@@ -52,7 +52,7 @@ class Recomputation:
 
 def _offloading(run: Callable[..., object], layer: Callable[..., object], *args: object) -> object:
     """Run a checkpointed layer whose inputs wait in main memory. What it saves inside has hooks of its own."""
-    with saved_tensors_hooks(_to_main_memory, _from_main_memory):
+    with saved_tensors_hooks(_to_main_memory, lambda waiting: to_device(waiting[1], waiting[0])):
         return run(layer, *args)
 
 
@@ -60,11 +60,6 @@ def _to_main_memory(tensor: Tensor) -> tuple[torch.device, Tensor]:
     waiting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     # On the stream that computes: the next layer's kernels come behind it, and the host waits for nothing.
     return tensor.device, waiting.copy_(tensor, non_blocking=True)
-
-
-def _from_main_memory(waiting: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = waiting
-    return to_device(tensor, device)
 
 
 @dataclass(frozen=True)
