@@ -65,10 +65,15 @@ class Owner:
             pass
         return polled.json()
 
-    def new_run(self) -> str:
+    def new_run(self, metadata: dict[str, str] | None = None) -> str:
         session_id = self.post("/create_session", sdk_version="0.38.0")["session_id"]
         made = self.post(
-            "/create_model", session_id=session_id, model_seq_id=0, base_model="tiny", lora_config={"rank": 8}
+            "/create_model",
+            session_id=session_id,
+            model_seq_id=0,
+            base_model="tiny",
+            lora_config={"rank": 8},
+            user_metadata=metadata,
         )
         return str(made["model_id"])
 

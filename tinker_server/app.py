@@ -62,6 +62,7 @@ from tinker_server.store.futures.observers import Observers
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.machine_history import MachineHistory
+from tinker_server.store.run_groups import RunTable
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
@@ -250,6 +251,7 @@ def build_services(
         scheduler=scheduler,
         housekeeper=Housekeeper(stores, scheduler, _periods(settings), clock),
         catalog=Catalog(db),
+        run_table=RunTable(db),
         usage=usage,
         audit=audit,
         steps=steps,

@@ -1,7 +1,7 @@
 """Rendering of templates, and formats of numbers, sizes and times."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -75,6 +75,16 @@ def short(run_id: str) -> str:
     return f"{session[:8]}{separator}{last}"
 
 
+def polyline(values: Sequence[float], width: int, height: int) -> str:
+    """Return the points of a line through values, within a picture of this size."""
+    low, high, margin = min(values), max(values), 2
+    scale = (height - 2 * margin) / (high - low) if high > low else 0.0
+    return " ".join(
+        f"{number * width / (len(values) - 1):.1f},{height - margin - (value - low) * scale:.1f}"
+        for number, value in enumerate(values)
+    )
+
+
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
 )
@@ -86,6 +96,7 @@ _ENVIRONMENT.filters |= {
     "ago": ago,
     "moment": moment,
     "short": short,
+    "polyline": polyline,
 }
 
 

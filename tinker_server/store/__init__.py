@@ -5,6 +5,7 @@
 - `futures`: operations and their results, in order and durable; the replay log of each model.
 - `sessions`, `runs`, `samplers`: clients, their training runs and their sampling sessions.
 - `catalog`, `run_search`, `notes`: lists by page, search by words, and what clients noted of the entries.
+- `run_metrics`, `run_groups`: latest values, trends and groups of the table of runs.
 - `steps`, `client_metrics`, `usage`, `machine_history`: curves of runs, metrics of clients, use, load of the machine.
 - `checkpoints`, `directories`, `uploads`: saved weights by name, their directories, and files on their way in.
 - `holdings`, `disk_account`: limits on an owner's models and part of the disk.

@@ -14,6 +14,7 @@ from tinker_server.errors import UnknownModel
 from tinker_server.store import notes
 from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.records import Checkpoint, Session, TrainingRun, record
+from tinker_server.store.run_metrics import Order, latest
 from tinker_server.store.run_search import NOTED, RunSearch, has_words, words_of
 from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow, SessionRow, StepRow, TrainingRunRow
 
@@ -130,13 +131,22 @@ class Catalog:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def runs(self, page: Page, now: float, search: RunSearch | None = None) -> tuple[list[RunRecord], int]:
-        """Return a page and the total; with `search`, of the runs that have all of its words."""
+    async def runs(
+        self, page: Page, now: float, search: RunSearch | None = None, order: Order | None = None
+    ) -> tuple[list[RunRecord], int]:
+        """Return a page and the total; with `search`, of the runs that have all of its words. The newest are first,
+        unless they are sorted by a metric."""
         shown = (_is_run_visible(page.scope, now), *(has_words(search) if search else ()))
         query = select(TrainingRunRow).join(SessionRow).where(*shown)
         if page.project_id is not None:
             query = query.where(in_project([page.project_id]))
-        newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
+        value = None if order is None else latest(order.metric)
+        is_descending = order is not None and order.is_descending
+        newest = query.order_by(
+            *([] if value is None else [(value.desc() if is_descending else value.asc()).nulls_last()]),
+            TrainingRunRow.created_at.desc(),
+            TrainingRunRow.model_id.desc(),
+        )
         noted = sum((notes.length(column) for column in NOTED), start=literal(0))
         sizes = newest.with_only_columns(TrainingRunRow.model_id, noted).limit(page.limit).offset(page.offset)
         async with self._db.read_of(page.scope.owner) as session:

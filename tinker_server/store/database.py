@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, TypeVar
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import URL, AdaptedConnection, Connection, Table, delete, event, inspect, make_url, select, tuple_
+from sqlalchemy import (
+    URL,
+    AdaptedConnection,
+    ColumnElement,
+    Connection,
+    Table,
+    delete,
+    event,
+    inspect,
+    make_url,
+    select,
+    tuple_,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     ArgumentError,
@@ -316,11 +328,16 @@ def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None
 
 async def delete_before(db: Database, table: Table, before: float) -> int:
     """Delete the rows whose `at` is before this time, a part at a time; return their number."""
+    return await delete_where(db, table, table.c.at < before)
+
+
+async def delete_where(db: Database, table: Table, condition: ColumnElement[bool]) -> int:
+    """Delete the rows that fulfil the condition, a part at a time; return their number."""
     key = tuple(table.primary_key.columns)
     deleted = 0
     while True:
         async with db.write() as session:
-            old = (await session.execute(select(*key).where(table.c.at < before).limit(DELETED_AT_ONCE))).all()
+            old = (await session.execute(select(*key).where(condition).limit(DELETED_AT_ONCE))).all()
             if old:
                 await session.execute(delete(table).where(tuple_(*key).in_([tuple(row) for row in old])))
         deleted += len(old)

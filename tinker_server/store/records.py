@@ -54,6 +54,7 @@ class TrainingRun:
     snapshot: str | None = None
     computed_with: dict[str, str] | None = None
     created_at: float
+    archived_at: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,18 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
+from typing import cast
 
-from sqlalchemy import Select, func, or_, select, update
+from sqlalchemy import Select, Table, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from backends.lru import LRU
-from tinker_server.errors import ModelIdTaken, UnknownModel
-from tinker_server.store.database import Database
+from tinker_server.errors import BadRequest, ModelIdTaken, UnknownModel
+from tinker_server.store.database import Database, delete_where
 from tinker_server.store.directories import claim, release
 from tinker_server.store.futures import replay_log
 from tinker_server.store.records import Checkpoint, TrainingRun, columns, held_bytes, record
-from tinker_server.store.tables import CheckpointRow, SessionRow, TrainingRunRow
+from tinker_server.store.tables import CheckpointRow, ClientMetricRow, SessionRow, StepRow, TrainingRunRow
 
 CACHED_BYTES = 32 << 20
 """Bytes of cached records."""
@@ -141,6 +142,29 @@ class RunStore:
         """Name and describe a run of the owner; empty labels remove what was there. Raises UnknownModel."""
         await self.require(model_id, owner)
         await self._set(model_id, name=labels.name or None, notes=labels.notes or None, tags=labels.tags or None)
+
+    async def set_archived(self, model_id: str, owner: str, at: float | None) -> None:
+        """Archive a run of the owner; None: list it again. Raises UnknownModel."""
+        await self.require(model_id, owner)
+        await self._set(model_id, archived_at=at)
+
+    async def delete(self, model_id: str, owner: str) -> None:
+        """Delete a run that has ended, then its steps and metrics. Its checkpoints are others' to delete.
+
+        What an interruption leaves of the steps and metrics expires. Raises UnknownModel, or BadRequest for a run that
+        has not ended.
+        """
+        await self.require(model_id, owner)
+        async with self._db.write() as session:
+            row = await session.get(TrainingRunRow, model_id)
+            if row is None:
+                raise _unknown(model_id)
+            if row.status != "lost":
+                raise BadRequest(f"the run {model_id} has not ended: it is {row.status}")
+            await session.delete(row)
+        self._cached.pop(model_id)
+        for kind in (StepRow, ClientMetricRow):
+            await delete_where(self._db, cast(Table, kind.__table__), kind.model_id == model_id)
 
     async def _set(
         self, model_id: str, also: Callable[[AsyncSession], Awaitable[None]] | None = None, **values: object

@@ -101,6 +101,8 @@ class TrainingRunRow(Table):
     computed_with: Mapped[dict[str, str] | None]
     """`BaseModelInfo.numerics` when the snapshot was taken: what results depend on beside model and operation."""
     created_at: Mapped[float]
+    archived_at: Mapped[float | None]
+    """Time at which its owner archived it, so that lists of the dashboard leave it out."""
 
 
 class SamplingSessionRow(Table):

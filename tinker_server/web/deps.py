@@ -35,6 +35,7 @@ from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.machine_history import MachineHistory
+from tinker_server.store.run_groups import RunTable
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
@@ -71,6 +72,7 @@ class Services:
     scheduler: Scheduler
     housekeeper: Housekeeper
     catalog: Catalog
+    run_table: RunTable
     usage: UsageStore
     audit: AuditStore
     steps: StepStore

@@ -14,13 +14,17 @@ from tinker_server.dashboard.pages import (
     playground,
     records,
     run,
+    run_changes,
     runs,
     samples,
     sign_in,
 )
 from tinker_server.dashboard.rendering import FOLDER
 
-ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, keys, owners, records, console)
+ROUTERS = (
+    *(sign_in, live, runs, checkpoints, curves, run_changes, run),
+    *(samples, playground, machine, keys, owners, records, console),
+)
 
 
 def install(app: FastAPI) -> None:

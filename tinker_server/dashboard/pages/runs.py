@@ -1,7 +1,7 @@
 """The list of an owner's runs, newest first, with their progress."""
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import quote, urlencode
@@ -12,6 +12,14 @@ from fastapi.responses import RedirectResponse
 from api_schemas.sampling import SampleRequest
 from tinker_server.auth.keys import LOCAL
 from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.pages.runs_view import (
+    OFFERED,
+    Asked,
+    RunsView,
+    column_title,
+    columns_of,
+    offer_names,
+)
 from tinker_server.dashboard.rendering import base_of, page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
@@ -19,13 +27,13 @@ from tinker_server.operations.recording import is_optim_step
 from tinker_server.store.catalog import Page, RunRecord, Scope
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
-from tinker_server.store.run_search import RunSearch, words_of
+from tinker_server.store.run_metrics import Order
+from tinker_server.store.run_search import BASE_MODEL, Group, RunSearch, words_of
 from tinker_server.store.samplers import run_of_weights
 from tinker_server.web.deps import Server, Services
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 PER_PAGE = 50
-Search = Annotated[str, Query(alias="q", max_length=200)]
 Number = Annotated[int, Query(alias="page", ge=1, le=10**6)]
 
 
@@ -65,7 +73,6 @@ class ListedRun:
 
     record: RunRecord
     state: str
-    progress: Progress
 
 
 TRAINING, WAITING, SAMPLING = "training", "waiting", "sampling"
@@ -106,24 +113,16 @@ async def _sampled_run(server: Services, lane: str, operation: Operation) -> str
 
 
 @router.get("/")
-async def show_runs(request: Request, server: Server, viewer: Viewing, q: Search = "", number: Number = 1) -> Response:
+async def show_runs(request: Request, server: Server, viewer: Viewing, view: Asked) -> Response:
     """Show the whole page."""
-    return page(request, "runs.html", await _listed(server, viewer, q, number))
+    return page(request, "runs.html", await load_list(server, viewer, view))
 
 
 @router.get("/runs")
-async def list_runs(  # noqa: PLR0913 - one for each parameter of the query
-    request: Request,
-    server: Server,
-    viewer: Viewing,
-    q: Search = "",
-    number: Number = 1,
-    run: Annotated[list[str] | None, Query(max_length=PER_PAGE)] = None,
-) -> Response:
-    """Show the list alone; `run` are the runs whose boxes are ticked."""
-    answer = page(request, "runs_list.html", await _listed(server, viewer, q, number, run or []))
-    here = urlencode({name: value for name, value in (("q", q), ("page", number)) if value not in ("", 1)})
-    answer.headers["HX-Replace-Url"] = f"{base_of(request)}/{here and '?'}{here}"  # so that a reload shows the same
+async def list_runs(request: Request, server: Server, viewer: Viewing, view: Asked) -> Response:
+    """Show the list alone; the address then shows the same list."""
+    answer = page(request, "runs_list.html", await load_list(server, viewer, view))
+    answer.headers["HX-Replace-Url"] = f"{base_of(request)}/{view.query()}"
     return answer
 
 
@@ -134,19 +133,40 @@ async def compare(request: Request, _: Viewing, run: Annotated[list[str], Query(
     return RedirectResponse(f"{base_of(request)}/runs/{quote(run[0], safe=':')}{query and '?'}{query}", 303)
 
 
-async def _listed(
-    server: Services, viewer: Viewer, search: str, number: int, ticked: Sequence[str] = ()
-) -> dict[str, object]:
-    asked = Page(Scope(viewer.owner), PER_PAGE, (number - 1) * PER_PAGE)
-    busy = await busy_runs(server, viewer.owner)
-    found = RunSearch(words_of("q", search), STATES, {state: sorted(run_ids) for state, run_ids in busy.items()})
-    records, total = await server.catalog.runs(asked, time.time(), found)
-    last = await server.steps.recent([record.run.model_id for record in records])
-    listed = [
-        ListedRun(record, state_of(record, busy), Progress.of(last.get(record.run.model_id, []))) for record in records
-    ]
-    shown = {"listed": listed, "total": total, "q": search, "number": number, "last_page": last_page(total)}
-    return {**shown, "ticked": set(ticked), "has_keyless": not listed and await _has_keyless(server, viewer)}
+async def load_list(server: Services, viewer: Viewer, view: RunsView) -> dict[str, object]:
+    """Return what the list shows of a view."""
+    owner = viewer.owner
+    asked = Page(Scope(owner), PER_PAGE, (view.page - 1) * PER_PAGE)
+    busy = await busy_runs(server, owner)
+    states = {state: sorted(run_ids) for state, run_ids in busy.items()}
+    group = Group(view.group, view.member) if view.group and view.only else None
+    search = RunSearch(words_of("q", view.q), STATES, states, view.archived, group)
+    order = Order(view.sort.lstrip("-"), view.sort.startswith("-")) if view.sort else None
+    records, total = await server.catalog.runs(asked, time.time(), search, order)
+    run_ids = [record.run.model_id for record in records]
+    reported = await server.run_table.names_of_runs(owner, run_ids)
+    columns = columns_of(view, reported)
+    by = view.sort.lstrip("-")
+    trend = view.trend or (by if by not in ("", "steps", "tokens") else "loss")
+    groups = await server.run_table.groups(owner, search, view.group, columns) if view.group and not view.only else []
+    rows = [ListedRun(record, state_of(record, busy)) for record in records]
+    values = {
+        "listed": rows,
+        "groups": groups,
+        "columns": columns,
+        "names": {name: column_title(name) for name in [*OFFERED, *offer_names(reported)]},
+        "keys": [BASE_MODEL, *sorted({key for record in records for key in record.metadata if key != "name"})],
+        "latest": await server.run_table.latest(owner, run_ids, columns),
+        "trend": trend,
+        "trends": await server.run_table.trends(owner, run_ids, trend),
+    }
+    is_empty = not rows and not view.archived
+    more = {
+        "total": total,
+        "last_page": last_page(total),
+        "has_keyless": is_empty and await _has_keyless(server, viewer),
+    }
+    return {**values, **more, "view": view, "title_of": column_title}
 
 
 async def _has_keyless(server: Services, viewer: Viewer) -> bool:

@@ -59,21 +59,32 @@ document.addEventListener("click", async (event) => {
 document.addEventListener("change", (event) => {
   if (event.target.matches("select[data-submit]")) event.target.form.submit();
   if (event.target.form?.id === "comparing") allowComparing();
+  if (event.target.matches("#columns input")) chooseColumns();
 });
 
-// Runs are compared once two are ticked; a refreshed list has the same ones ticked.
+// Runs are compared once two are ticked, and changed once a run is; a refreshed list has the same runs ticked.
 function allowComparing() {
-  const button = document.querySelector("#comparing button");
-  if (button) button.disabled = document.querySelectorAll("input[form=comparing]:checked").length < 2;
+  const count = document.querySelectorAll("input[form=comparing]:checked").length;
+  for (const button of document.querySelectorAll("#comparing button")) button.disabled = count < Number(button.dataset.least);
 }
 document.addEventListener("htmx:afterSwap", allowComparing);
+
+// Until columns are chosen, the server chooses them; the empty name says that they are chosen.
+function chooseColumns() {
+  document.querySelector("#columns input[type=hidden]").disabled = false;
+  for (const choice of document.querySelectorAll("#columns [data-usual]")) delete choice.dataset.usual;
+  htmx.ajax("GET", `${document.body.dataset.base}/runs`, { source: "#runs", target: "#runs" });
+}
+document.addEventListener("htmx:configRequest", (event) => {
+  if (document.querySelector("#columns [data-usual]")) event.detail.parameters.delete("col");
+});
 
 // A refresh changes a part in place, so that focus and scroll position stay (base.html sets this swap style; rows have ids, by
 // which they are recognised). Only what the viewer types or chooses would be lost: then the part is not refreshed, and an
 // answer that arrives meanwhile is ignored. (The settle delay is 0, since a new row ignores events until it is settled.)
 function isInUse(request, part) {
   const isOwn = request.triggeringEvent?.type?.startsWith("sse:");
-  return isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")));
+  return isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")) || part.querySelector("details.pick[open]"));
 }
 
 document.addEventListener("htmx:beforeRequest", (event) => {

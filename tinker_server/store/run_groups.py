@@ -1,0 +1,76 @@
+"""What the table of runs shows beside the list of `catalog.py`: values, trends and groups."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+
+from tinker_server.store import run_metrics
+from tinker_server.store.database import Database
+from tinker_server.store.run_search import Group, RunSearch, group_key, has_words
+from tinker_server.store.tables import SessionRow, TrainingRunRow
+
+MAX_GROUPS = 50
+GROUPED_RUNS = 2000
+"""Runs that are grouped, the newest."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean and standard deviation of a metric over the runs of a group that have it."""
+
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A group of runs, with the latest values of metrics."""
+
+    group: Group
+    count: int
+    means: dict[str, Mean]
+
+
+class RunTable:
+    """Reads what the table of runs shows."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def latest(self, owner: str, run_ids: Sequence[str], metrics: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Return the latest values of metrics by run and name."""
+        async with self._db.read_of(owner) as session:
+            return await run_metrics.latest_values(session, run_ids, metrics)
+
+    async def trends(self, owner: str, run_ids: Sequence[str], metric: str) -> dict[str, list[float]]:
+        """Return some evenly spaced values of a metric by run."""
+        async with self._db.read_of(owner) as session:
+            return await run_metrics.trends(session, run_ids, metric)
+
+    async def names_of_runs(self, owner: str, run_ids: Sequence[str]) -> list[str]:
+        """Return the names of the metrics that clients reported of these runs."""
+        async with self._db.read_of(owner) as session:
+            return await run_metrics.names_of_runs(session, run_ids)
+
+    async def groups(self, owner: str, search: RunSearch, key: str, metrics: Sequence[str]) -> list[GroupRow]:
+        """Return the largest groups of an owner's runs by the value of a key, with means over their runs."""
+        conditions = (TrainingRunRow.owner == owner, *has_words(search))
+        values = [run_metrics.latest(metric).label(f"m{number}") for number, metric in enumerate(metrics)]
+        runs = select(group_key(key).label("value"), *values).join(SessionRow).where(*conditions)
+        newest = runs.order_by(TrainingRunRow.created_at.desc()).limit(GROUPED_RUNS).subquery()
+        numbers = [newest.c[f"m{number}"] for number in range(len(metrics))]
+        sums = [part for value in numbers for part in (func.avg(value), func.avg(value * value))]
+        of_groups = select(newest.c.value, func.count(), *sums).group_by(newest.c.value)
+        async with self._db.read_of(owner) as session:
+            found = await session.execute(of_groups.order_by(func.count().desc(), newest.c.value).limit(MAX_GROUPS))
+            return [GroupRow(Group(key, value), count, _means(metrics, moments)) for value, count, *moments in found]
+
+
+def _means(metrics: Sequence[str], moments: Sequence[float | None]) -> dict[str, Mean]:
+    found = {}
+    for metric, mean, square in zip(metrics, moments[::2], moments[1::2], strict=True):
+        if mean is not None and square is not None:
+            found[metric] = Mean(float(mean), math.sqrt(max(0.0, float(square) - float(mean) ** 2)))
+    return found
