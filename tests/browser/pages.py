@@ -51,7 +51,7 @@ class Watched:
         asked = self.page.get_by_role("dialog")
         asked.wait_for()
         assert question in asked.inner_text()
-        asked.get_by_role("button", name="Yes" if yes else "Cancel").click()
+        asked.locator("button[value=yes]" if yes else "button[value=no]").click()
         asked.wait_for(state="hidden")
 
     def elsewhere(self) -> list[str]:

@@ -5,6 +5,7 @@ pytest tests/browser/test_dashboard.py
 
 import base64
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from tests.browser.learning import ANSWER
 from tests.browser.pages import NARROW, PHOTO, Watched, drawn
 from tests.dashboard import Owner
 
+TWO_ROWS_PX = 70
 PHOTO_IN_BASE64 = base64.b64encode(PHOTO).decode()
 
 
@@ -32,6 +34,8 @@ def test_a_wrong_key_is_refused_and_a_right_one_shows_the_owners_runs(
     assert watched.violations() == []
     page.get_by_label("API key").fill(alice.key)
     page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Machine")).to_be_visible()  # the link that was opened
+    page.get_by_role("link", name="Runs").click()
     expect(page.get_by_role("row")).to_have_count(3)
     expect(page.get_by_role("link", name=run_id[:8])).to_be_visible()
     watched.sign_out()
@@ -77,18 +81,23 @@ def test_curves_are_zoomed_smoothed_and_compared(seen: Watched, run_id: str) -> 
     compared.check()
     expect(figure.locator(".u-legend")).to_contain_text(compared.get_attribute("data-name") or "nothing")
     page.get_by_label("Smoothing").fill("0.9")
-    page.get_by_label("Against").select_option("time")
+    page.get_by_label("X axis").select_option("time")
     expect(figure.locator(".u-legend")).to_contain_text("Time")
+    time = figure.locator(".u-legend .u-value").first
+    expect(time).to_be_hidden()
+    figure.locator(".u-over").hover()
+    expect(time).to_have_text(re.compile(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"))
+    expect(time).to_be_visible()
     assert seen.violations() == []
 
 
 def test_numbers_are_downloaded_as_csv_and_json(seen: Watched, run_id: str) -> None:
     page = seen.open(f"/runs/{run_id}")
-    for name in ("CSV", "JSON"):
+    for name in ("Steps (CSV)", "Steps (JSON)"):
         with page.expect_download() as download:
             page.get_by_role("link", name=name).click()
         assert download.value.path().stat().st_size > 1000
-        assert download.value.suggested_filename.endswith(name.lower())
+        assert f"({download.value.suggested_filename.rpartition('.')[2].upper()})" in name
 
 
 def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(seen: Watched, owners: tuple[Owner, Owner]) -> None:
@@ -98,23 +107,26 @@ def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(seen: Watched, 
     page = seen.open(f"/runs/{run_id}")
     part = page.locator("#checkpoints")
     part.get_by_label("expires").select_option("86400")
-    seen.answer("Change when mine expires?", yes=False)
+    seen.answer("Change when weights/mine expires?", yes=False)
     expect(part).to_contain_text("never")
     part.get_by_label("expires").select_option("86400")
-    seen.answer("Change when mine expires?", yes=True)
+    seen.answer("Change when weights/mine expires?", yes=True)
     expect(part).to_contain_text("in 24 h")
     part.get_by_role("button", name="Publish").click()
     seen.answer("Every owner on this server", yes=True)
     expect(part).to_contain_text("public")
     with page.expect_download() as download:
         part.get_by_role("link", name="Download").click()
-        seen.answer("Download mine", yes=True)
+        seen.answer("Download weights/mine", yes=True)
     assert download.value.suggested_filename.endswith(".tar.gz")
     part.get_by_role("button", name="Delete").click()
-    seen.answer("Delete mine for good?", yes=False)
+    asked = page.get_by_role("dialog")
+    expect(asked.get_by_role("button")).to_have_text(["Cancel", "Delete"])
+    expect(asked.get_by_role("button", name="Delete")).to_have_css("background-color", "rgb(180, 35, 24)")
+    seen.answer("Delete weights/mine (", yes=False)
     expect(part).to_contain_text("mine")
     part.get_by_role("button", name="Delete").click()
-    seen.answer("Delete mine for good?", yes=True)
+    seen.answer("This cannot be undone.", yes=True)
     expect(part).to_contain_text("Nothing saved yet")
 
 
@@ -135,7 +147,7 @@ def test_a_row_that_was_added_listens_from_the_first_moment(seen: Watched, owner
         }"""
     )
     alice.save(run_id, 1, "mine")
-    seen.answer("Change when mine expires?", yes=False)
+    seen.answer("Change when weights/mine expires?", yes=False)
 
 
 def test_a_refresh_leaves_the_keyboard_where_it_is(seen: Watched, owners: tuple[Owner, Owner]) -> None:
@@ -192,7 +204,7 @@ def test_what_is_on_its_way_does_not_take_the_asked_thing_away(seen: Watched, ow
         for route in held:
             route.continue_()
     page.unroute("**/checkpoints")
-    seen.answer("Change when mine expires?", yes=True)
+    seen.answer("Change when weights/mine expires?", yes=True)
     expect(part).to_contain_text("in 24 h")
 
 
@@ -225,7 +237,7 @@ def test_a_photograph_is_talked_about_with_two_models_side_by_side(
         expect(log.locator(".assistant")).not_to_be_empty()
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
     asked = [chat.body for chat in alice.server.backend.tiny.sampler.chats[-2:]]
-    assert all((body["stream"], body["seed"], body["temperature"]) == (True, 7, 0.7) for body in asked)
+    assert all((body["stream"], body["seed"], body["temperature"]) == (True, 7, 1) for body in asked)
     assert all(PHOTO_IN_BASE64 in json.dumps(body["messages"]) for body in asked)
     page.get_by_role("region", name="Model 1").get_by_role("combobox").select_option("Another path…")
     page.get_by_label("Path of the weights of model 1").fill("no/such-model")
@@ -273,7 +285,7 @@ def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner,
     for path in ("/", "/machine", "/samples"):
         assert foreign not in seen.open(path).content()
     page = seen.open(f"/runs/{foreign}")
-    expect(page.get_by_role("heading", name="Not here")).to_be_visible()
+    expect(page.get_by_role("heading", name="Page not found")).to_be_visible()
     seen.errors.clear()  # the browser itself logs the 404
 
 
@@ -308,6 +320,7 @@ def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str) ->
         bar = page.get_by_role("navigation", name="Pages", exact=True)
         for link in ("Runs", "Checkpoints", "Samples", "Playground", "Machine"):
             expect(bar.get_by_role("link", name=link)).to_be_visible()
+        assert page.locator("header.top").evaluate("header => header.offsetHeight") < TWO_ROWS_PX, name
 
 
 def test_the_keyboard_alone_reaches_a_run_and_deletes_a_checkpoint(seen: Watched, owners: tuple[Owner, Owner]) -> None:

@@ -41,7 +41,7 @@ def test_samples_are_filtered_by_their_client_and_stay_so_while_they_come(
     expect(filtered).to_have_value(sampler_id)
     filtered.select_option("none")
     expect(listed).to_have_count(without_client)
-    expect(filtered.locator("option:checked")).to_contain_text("no client")
+    expect(filtered.locator("option:checked")).to_contain_text("Chats and base models")
     filtered.select_option("")
     expect(listed).to_have_count(before + 3)
     assert seen.violations() == []
@@ -206,9 +206,9 @@ def test_administrators_alone_have_the_page_of_owners_and_stop_a_run_there(
         assert seen.violations() == []
     stop = page.get_by_role("button", name=f"Stop {run_id}")
     stop.click()
-    seen.answer("Stop this run of bob", yes=False)
+    seen.answer(f"Stop run {run_id[:8]}:train:0 (bob)", yes=False)
     expect(stop).to_be_visible()
     stop.click()
-    seen.answer("Stop this run of bob", yes=True)
+    seen.answer(f"Stop run {run_id[:8]}:train:0 (bob)", yes=True)
     expect(stop).to_have_count(0)
     expect(page.get_by_role("row", name=re.compile(run_id[:8]))).to_contain_text("ended")

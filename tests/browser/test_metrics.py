@@ -26,7 +26,7 @@ def test_the_clients_metrics_come_first_and_the_others_when_they_are_opened(
     assert page.locator("figure").first.get_attribute("data-curve") == "metric:env/all/reward/total"
     rest = page.locator('figure[data-curve="metric:time/total"]')
     expect(rest).to_have_count(0)
-    page.get_by_text("All metrics of the client").click()
+    page.get_by_text("More of your metrics").click()
     expect(rest).to_have_attribute("data-last", "6")
     alice.report(run_id, 4, **{"env/all/reward/total": 0.9})
     expect(reward).to_have_attribute("data-last", "0.9")
@@ -84,8 +84,8 @@ def test_the_learning_rate_is_not_smoothed_and_a_log_axis_is_chosen(
     page = seen.open(f"/runs/{run_id}")
     page.locator("figure[data-curve=learning_rate] canvas").wait_for()
     labels = page.locator("figure[data-curve=learning_rate] .u-legend .u-label")
-    assert labels.all_inner_texts() == ["Step", "value"]
-    assert page.locator("figure[data-curve=loss] .u-legend .u-label").all_inner_texts() == ["Step", "raw", "smooth"]
+    assert labels.all_text_contents() == ["Step", "value"]
+    assert page.locator("figure[data-curve=loss] .u-legend .u-label").all_text_contents() == ["Step", "raw", "smooth"]
     before = page.locator("figure[data-curve=loss] canvas").evaluate("canvas => canvas.toDataURL()")
     page.get_by_label("Log scale").check()
     page.wait_for_function(

@@ -112,9 +112,41 @@ def test_every_page_asks_for_a_sign_in(alice: Owner, run_id: str) -> None:
     paths = {route.path for one in ROUTERS for route in one.router.routes if "GET" in route.methods} - {"/login"}
     for path in paths:
         answer = httpx.get(alice.server.url + filled(path, run_id, "0" * 32))
-        assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
+        assert (answer.status_code, answer.headers["location"].partition("?")[0]) == (303, "/login"), path
         part = httpx.get(alice.server.url + filled(path, run_id, "0" * 32), headers={"hx-request": "true"})
         assert (part.status_code, part.headers["hx-redirect"]) == (401, "/login"), path
+
+
+@pytest.mark.parametrize(
+    ("link", "shown"),
+    [
+        ("/checkpoints?kind=weights&run=a%3Atrain%3A0", None),
+        ("//elsewhere.example/", "/"),
+        ("/\\elsewhere.example/", "/"),
+        ("https://elsewhere.example/", "/"),
+        ("/\t/elsewhere.example/", "/"),
+        ("", "/"),
+    ],
+)
+def test_a_sign_in_leads_to_the_page_that_was_asked_for_and_to_no_other_host(
+    alice: Owner, link: str, shown: str | None
+) -> None:
+    form = {"key": alice.key, "link": link}
+    assert httpx.post(f"{alice.server.url}/login", data=form).headers["location"] == (shown or link)
+    assert alice.pages.get("/login", params={"link": link}).headers["location"] == (shown or link)
+
+
+def test_a_shared_link_stands_in_the_form_of_the_sign_in_also_where_a_part_is_refreshed(alice: Owner) -> None:
+    link, below = "/runs/a:train:0?with=b&with=c", {"x-forwarded-prefix": "/tinker"}
+    with httpx.Client(base_url=alice.server.url) as stranger:
+        there = stranger.get(link).headers["location"]
+        assert f'name="link" value="{link.replace("&", "&amp;")}"' in stranger.get(there).text
+        wrong = stranger.post("/login", data={"key": "tml-wrong", "link": link})
+        assert f'name="link" value="{link.replace("&", "&amp;")}"' in wrong.text
+        page = {"hx-request": "true", "hx-current-url": f"https://proxy.example/tinker{link}"}
+        part = stranger.get("/runs/a:train:0/summary", headers={**page, **below})
+        assert part.headers["hx-redirect"] == f"/tinker{there}"
+        assert stranger.get("/").headers["location"] == "/login"
 
 
 def test_a_change_without_the_pages_token_is_refused(alice: Owner, run_id: str) -> None:
@@ -382,7 +414,7 @@ def test_chats_are_among_the_samples_of_their_owner_alone_and_open_pages_are_not
 
 def test_the_machine_shows_the_engines_batch_and_how_full_its_cache_is(alice: Owner) -> None:
     text = alice.get("/machine/now").text
-    assert "KV cache 38 % in use" in text and "In vLLM's scheduler 0 running, 2 waiting" in text
+    assert "KV cache 38 % in use" in text and "vLLM batch: 0 sequences, 2 waiting" in text
 
 
 def test_the_machine_counts_the_disk_as_df_does(alice: Owner) -> None:

@@ -18,6 +18,7 @@ from tinker_server.errors import ScopeRefused
 COOKIE, TOKEN_HEADER = "tinker_session", "x-csrf-token"
 VALID_S = 24 * 3600
 _COOKIE = re.compile(r"(\d{1,12})\.([0-9a-f]{64})\.([0-9a-f]{64})")
+_ACTS = {"sample": "sample", "metrics": "read metrics"}
 _WITHOUT_KEYS = "no keys"
 """Text from which the CSRF token is derived if no keys are configured, so nobody signs in."""
 
@@ -35,7 +36,7 @@ class SignIns:
         if found is None:
             return None
         if found.scope != "all":
-            raise ScopeRefused(f"this key has the scope {found.scope}; sign in with one of the scope all")
+            raise ScopeRefused(f'This key may only {_ACTS[found.scope]}. Sign in with a key of scope "all".')
         signed = f"{int(time.time()) + VALID_S}.{found.fingerprint}"
         return f"{signed}.{self._mac('session', signed)}"
 

@@ -5,7 +5,7 @@ The content security policy allows only our own scripts and styles, so markup in
 
 import logging
 from collections.abc import Callable, Coroutine
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -77,8 +77,14 @@ def _is_cross_origin(request: Request) -> bool:
 
 
 def _to_sign_in(request: Request) -> Response:
-    """Redirect the whole window to the sign-in, also if only a part of a page was requested."""
-    url = f"{base_of(request)}/login"
-    if "hx-request" in request.headers:
+    """Redirect the whole window to the sign-in, which leads on to the page, also if only a part was requested."""
+    base, is_part = base_of(request), "hx-request" in request.headers
+    if is_part:
+        shown = urlsplit(request.headers.get("hx-current-url", ""))
+        link = urlunsplit(("", "", shown.path.removeprefix(base), shown.query, ""))
+    else:
+        link = urlunsplit(("", "", quote(request.url.path, safe="/:"), request.url.query, ""))
+    url = f"{base}/login{'' if link in ('', '/') else '?' + urlencode({'link': link})}"
+    if is_part:
         return Response(status_code=401, headers={"HX-Redirect": url})
     return RedirectResponse(url, 303)

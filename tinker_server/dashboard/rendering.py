@@ -50,7 +50,7 @@ def span(seconds: float | None) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 100:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     if seconds < 6000:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} d"

@@ -1,14 +1,16 @@
 // A run's curves, plotted with uPlot and fetched again while the run continues, with other runs drawn over them.
 
+import { AXIS, MOMENT } from "./times.js";
+
 const CURVES = [
   { name: "loss", title: "Loss per token" },
   { name: "advantage", title: "Mean advantage" },
   { name: "grad_norm", title: "Gradient norm" },
   { name: "learning_rate", title: "Learning rate", exact: true },
   { name: "tokens_per_s", title: "Tokens per second" },
-  { name: "sampler_gap", title: "Gap of trainer and sampler, nats" },
-  { name: "divergence", title: "KL divergence (k3), nats" },
-  { name: "clip_fraction", title: "Clipped part" },
+  { name: "sampler_gap", title: "Trainer-sampler log-prob gap (nats)" },
+  { name: "divergence", title: "KL divergence (k3, nats)" },
+  { name: "clip_fraction", title: "Clip fraction" },
 ];
 const HEIGHT = 190, LEAST_PAUSE_MS = 1000, MOST_AT_ONCE = 100, LOG = 3;
 
@@ -92,18 +94,23 @@ function options(curve, place) {
   const isAlone = (plot, index) => plot.data[index].filter((value) => value !== null && value !== undefined).length < 3;
   const line = (name, width) => ({ stroke: () => color(name), width, points: { show: width > 1 ? isAlone : false }, value: (_, raw) => text(raw) });
   const ink = { stroke: () => color("--ink-2"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
-  const series = [{ label: axis.value === "step" ? "Step" : "Time" }];
+  const series = [axis.value === "step" ? { label: "Step" } : { label: "Time", value: MOMENT }];
   if (!curve.exact) series.push({ ...line("--curve-raw", 1), label: "raw" });
   runs.forEach((run, index) => series.push({ ...line(`--curve-${index}`, 2), label: runs.length > 1 ? run.name : curve.exact ? "value" : "smooth" }));
   const ticks = (_, splits) => splits.map((tick) => (tick === null ? "" : Number(tick.toPrecision(4)).toString()));
   return {
     width: Math.max(240, place.clientWidth), height: HEIGHT, series,
-    axes: [{ ...ink, size: 32 }, { ...ink, size: 62, values: ticks }],
+    axes: [{ ...ink, size: axis.value === "step" ? 32 : 44, ...(axis.value === "at" && { values: AXIS }) }, { ...ink, size: 62, values: ticks }],
     scales: { x: { time: axis.value === "at" }, y: isLog(curve) ? { distr: LOG } : {} },
     legend: { live: true },
     cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false } },
-    hooks: { setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
+    hooks: { setCursor: [showLegend], setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
   };
+}
+
+// At rest a legend has names alone.
+function showLegend(plot) {
+  plot.root.closest("figure").classList.toggle("pointed", plot.cursor.idx !== null);
 }
 
 function zoomTo(from, to, curve, plot) {
@@ -163,7 +170,7 @@ function draw() {
   const rest = names.filter((name) => !first.includes(name));
   document.getElementById("no-curves").hidden = values(runs[0], CURVES[0]).step.length + names.length > 0;
   more.hidden = rest.length === 0;
-  document.getElementById("num-metrics").textContent = rest.length > MOST_AT_ONCE ? `(the first ${MOST_AT_ONCE} of ${rest.length} more)` : `(${rest.length} more)`;
+  document.getElementById("num-metrics").textContent = rest.length > MOST_AT_ONCE ? `(the first ${MOST_AT_ONCE} of ${rest.length})` : `(${rest.length})`;
   drawIn(important, first.map(curve));
   if (more.open) drawIn(more.querySelector(".charts"), rest.slice(0, MOST_AT_ONCE).map(curve));
   drawIn(box, CURVES);

@@ -3,7 +3,11 @@
 
 const ask = document.getElementById("ask");
 
-function confirmed(question) {
+// The button of the question names the act, in the colour of the control that asks.
+function confirmed(question, control) {
+  const act = document.getElementById("ask-act");
+  act.textContent = control.dataset.act ?? control.textContent.trim();
+  act.classList.toggle("danger", control.classList.contains("danger"));
   document.getElementById("ask-text").textContent = question;
   ask.returnValue = "no";
   ask.showModal();
@@ -16,7 +20,7 @@ document.addEventListener("htmx:confirm", async (event) => {
   if (!event.detail.question) return;
   event.preventDefault();
   const element = event.detail.elt;
-  if (await confirmed(event.detail.question)) {
+  if (await confirmed(event.detail.question, element)) {
     event.detail.issueRequest(true);
   } else if (element.tagName === "SELECT") {
     element.selectedIndex = 0;
@@ -27,7 +31,7 @@ document.addEventListener("click", async (event) => {
   const link = event.target.closest("a[data-confirm]");
   if (!link) return;
   event.preventDefault();
-  if (await confirmed(link.dataset.confirm)) window.location.assign(link.href);
+  if (await confirmed(link.dataset.confirm, link)) window.location.assign(link.href);
 });
 
 // Browsers offer their clipboard over HTTPS and on the own machine alone; elsewhere a selected text is copied.
@@ -80,11 +84,15 @@ document.addEventListener("htmx:configRequest", (event) => {
 });
 
 // A refresh changes a part in place, so that focus and scroll position stay (base.html sets this swap style; rows have ids, by
-// which they are recognised). Only what the viewer types or chooses would be lost: then the part is not refreshed, and an
-// answer that arrives meanwhile is ignored. (The settle delay is 0, since a new row ignores events until it is settled.)
+// which they are recognised). Only what the viewer types or chooses would be lost, and a list whose new
+// items come first would move under the mouse: then the part is not refreshed, and an answer that arrives meanwhile is ignored. (The settle delay is 0, since a new row ignores events until it is settled.)
 function isInUse(request, part) {
   const isOwn = request.triggeringEvent?.type?.startsWith("sse:");
+<<<<<<< HEAD
   return isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")) || part.querySelector("details.pick[open]"));
+=======
+  return isOwn && (ask.open || part.matches("[data-steady]:hover") || part.contains(document.activeElement?.closest("select, input")));
+>>>>>>> e57c563a (Name object and act in each question, and keep the link at sign-in)
 }
 
 document.addEventListener("htmx:beforeRequest", (event) => {

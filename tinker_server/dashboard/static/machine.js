@@ -1,5 +1,7 @@
 // The machine's load over the last day: a chart for each measure, with a line for each base model or GPU.
 
+import { AXIS, MOMENT } from "./times.js";
+
 const MEASURES = [
   { name: "operations", title: "Operations waiting and running" },
   { name: "trained_tokens_per_s", title: "Tokens trained per second" },
@@ -8,7 +10,7 @@ const MEASURES = [
   { name: "kv_cache_used", title: "KV cache in use, %", factor: 100 },
   { name: "gpu_utilization", title: "GPUs busy, %", factor: 100 },
 ];
-const HEIGHT = 150, EVERY_MS = 60000, GAP_S = 150, COLORS = 8, LEAST_S = 3600;
+const HEIGHT = 150, EVERY_MS = 60000, GAP_S = 150, COLORS = 8, LEAST_S = 60;
 const box = document.getElementById("history");
 let plots = [];
 
@@ -33,12 +35,17 @@ function options(lines, times, width) {
   const text = (_, raw) => (raw === null || raw === undefined ? "–" : Number(raw.toPrecision(3)).toString());
   const series = lines.map(({ of }, index) => ({ label: of || "all", stroke: () => color(`--curve-${index % COLORS}`), width: 2, value: text }));
   return {
-    width, height: HEIGHT, series: [{ label: "Time" }, ...series],
-    axes: [{ ...ink, size: 32 }, { ...ink, size: 62 }],
+    width, height: HEIGHT, series: [{ label: "Time", value: MOMENT }, ...series],
+    axes: [{ ...ink, size: 44, values: AXIS }, { ...ink, size: 62 }],
     scales: { x: { time: true, range: () => shown }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
     cursor: { sync: { key: "machine" }, drag: { x: false, y: false } },
-    hooks: { draw: [({ root, scales: { x } }) => { root.closest("figure").dataset.seconds = Math.round(x.max - x.min); }] },
+    hooks: { setCursor: [showLegend], draw: [({ root, scales: { x } }) => { root.closest("figure").dataset.seconds = Math.round(x.max - x.min); }] },
   };
+}
+
+// At rest a legend has names alone.
+function showLegend(plot) {
+  plot.root.closest("figure").classList.toggle("pointed", plot.cursor.idx !== null);
 }
 
 function draw(lines) {

@@ -80,6 +80,7 @@ function likely(text, tokens, bounds) {
   });
 }
 
+// Returns false if there was an error, after which the conversation is as it was before.
 async function chat(side, content, shown, signal) {
   side.messages.push({ role: "user", content });
   const question = bubble(side, "user", shown.text);
@@ -116,9 +117,14 @@ async function chat(side, content, shown, signal) {
       side.log.scrollTop = side.log.scrollHeight;
     }
     side.messages.push({ role: "assistant", content: text });
+    return true;
   } catch (error) {
     side.messages.pop();
-    if (error.name !== "AbortError") { answered.classList.add("wrong"); answered.textContent = error.message; }
+    if (error.name === "AbortError") return true;
+    question.remove();
+    answered.classList.add("wrong");
+    answered.textContent = `Not sent: ${error.message}`;
+    return false;
   } finally {
     answered.classList.remove("busy");
   }
@@ -135,7 +141,8 @@ form.addEventListener("submit", async (event) => {
     const picture = image.files[0] ? await read(image.files[0]) : null;
     const content = picture ? [{ type: "image_url", image_url: { url: picture } }, { type: "text", text }] : text;
     const sides = two.checked ? [first, second] : [first];
-    await Promise.all(sides.map((side) => chat(side, content, { text, picture }, running.signal)));
+    const answered = await Promise.all(sides.map((side) => chat(side, content, { text, picture }, running.signal)));
+    if (!answered.some(Boolean)) return; // the message stays, to be changed and sent again
     message.value = "";
     image.value = "";
   } finally {
