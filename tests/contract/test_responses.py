@@ -143,6 +143,20 @@ def test_events_of_a_stream_build_the_same_response(owners: tuple[Owner, Owner])
     assert sent(alice)["tools"][0]["function"] == {"name": "paint", "parameters": {"type": "object"}, "strict": True}
 
 
+def test_the_effort_of_reasoning_is_that_of_chat_completions_and_comes_back(owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    reasoning: Any = {"effort": "low", "summary": "auto"}
+    with client(alice) as chatgpt:
+        include: Any = ["reasoning.encrypted_content"]
+        answer = chatgpt.responses.create(
+            model="tiny", input="What?", reasoning=reasoning, include=include, store=False
+        )
+        assert sent(alice)["reasoning_effort"] == "low"
+        assert answer.reasoning is not None and answer.reasoning.effort == "low"
+        chatgpt.responses.create(model="tiny", input="What?", reasoning={})
+    assert "reasoning_effort" not in sent(alice)
+
+
 def test_a_conversation_with_images_and_calls_becomes_messages(owners: tuple[Owner, Owner]) -> None:
     alice, _ = owners
     seen: Any = [
@@ -175,7 +189,10 @@ def test_a_conversation_with_images_and_calls_becomes_messages(owners: tuple[Own
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"store": True}, "store is True; supported is false"),
-        ({"reasoning": {"effort": "high"}}, "reasoning is"),
+        ({"reasoning": {"effort": "high", "summary": "detailed"}}, "reasoning.summary is detailed; supported are auto"),
+        ({"reasoning": {"budget": 3}}, "reasoning.budget is not supported; supported are effort, summary"),
+        ({"reasoning": "high"}, "reasoning must be an object"),
+        ({"include": ["file_search_call.results"]}, "include is"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type is web_search; supported are function"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type is item_reference; supported are message"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type is input_file"),

@@ -16,20 +16,29 @@ from tinker_server.errors import BadField
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
 """Fields that chat completions have under the same name."""
-FIELDS = (*SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text")
+FIELDS = (*SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning")
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "background": (False,),
     "truncation": ("disabled",),
     "service_tier": ("auto", "default"),
-    "include": ([],),
-    "reasoning": ({},),
+    "include": ([], ["reasoning.encrypted_content"]),
     "top_logprobs": (0,),
 }
 """Fields that change nothing here, with the values for which that is true."""
 LABELS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 """Fields that change nothing here, whatever their value."""
-ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tools", "tool_choice", "text")
+ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "temperature",
+    "top_p",
+    "tools",
+    "tool_choice",
+    "text",
+    "reasoning",
+)
 ITEMS = ("message", "function_call", "function_call_output")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
@@ -56,6 +65,8 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
         chat["tool_choice"] = _tool_choice(body["tool_choice"])
     if (form := _response_format(body.get("text"))) is not None:
         chat["response_format"] = form
+    if (effort := _effort(body.get("reasoning"))) is not None:
+        chat["reasoning_effort"] = effort
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
@@ -121,6 +132,18 @@ def _tool_choice(value: Any) -> Any:
     choice = _object(value, "tool_choice")
     _one_of(choice.get("type"), ("function",), "tool_choice.type")
     return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _effort(value: Any) -> Any:
+    """Return the effort of `reasoning`, which chat completions have as a field of its own. There is no summary of a
+    reasoning, so only `auto`, which leaves it open, may be asked for."""
+    if value is None:
+        return None
+    reasoning = _object(value, "reasoning")
+    _require_known(reasoning, ("effort", "summary"), "reasoning")
+    if reasoning.get("summary") is not None:
+        _one_of(reasoning["summary"], ("auto",), "reasoning.summary")
+    return reasoning.get("effort")
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
