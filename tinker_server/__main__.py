@@ -88,9 +88,9 @@ def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.command == "doctor":
         diagnose(settings.resolve_backend(), arguments.gpu, as_json=arguments.json, shows_changes=arguments.changes)
         return 0
-    do = back_up if arguments.command == "backup" else restore
+    do, where = (back_up, "Backed up to") if arguments.command == "backup" else (restore, "Restored from")
     with asyncio.Runner() as runner:
-        print(f"{arguments.directory}: {runner.run(do(settings, arguments.directory.absolute()))}")
+        print(f"{where} {arguments.directory}: {runner.run(do(settings, arguments.directory.absolute()))}.")
     return 0
 
 
@@ -130,13 +130,14 @@ def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) ->
 
 
 def describe(settings: Settings, url: str) -> str:
-    """Return what is served and where, for the operator who has waited for it."""
+    """Return sentences on what is served and where, for the operator who has waited for it."""
     path = settings.resolve_keys_file()
     names = len({key.name for key in keys.read(path).values()})
-    access = f"{names} names have keys" if path.exists() else "without keys, it takes every key that begins with tml-"
+    has_keys = f"API keys: {names} owner{'' if names == 1 else 's'}."
+    access = has_keys if path.exists() else "No API keys: any tml-… key works, from this machine only."
     return (
-        f"{url} serves {', '.join(settings.backend.models)}; the dashboard is there in a browser; data are in"
-        f" {settings.data_dir.resolve()}; {access}"
+        f"API and dashboard: {url} Models: {', '.join(settings.backend.models)}. Data: {settings.data_dir.resolve()}."
+        f" {access}"
     )
 
 
@@ -168,8 +169,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     began = loop.time()
 
     def announce() -> None:
-        log.info("ready after %.0f s: %s", loop.time() - began, describe(settings, url))
-        print(url, flush=True)
+        log.info("Ready in %.0f s. %s", loop.time() - began, describe(settings, url))
+        if not sys.stdout.isatty():
+            print(url, flush=True)  # for scripts: on a terminal the line above has it
 
     log.info("loading %s", ", ".join(f"{n} from {s}" for n, s in settings.backend.models.items()))
     with progress.show() as shown:

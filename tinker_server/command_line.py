@@ -1,12 +1,14 @@
 """Parser of the command line: settings to serve with, commands for operators, and changes of the API keys."""
 
 import argparse
+import difflib
 import math
 import os
 import re
 import socket
+import sys
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import shtab
 from pydantic import ValidationError
@@ -35,7 +37,29 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line. Exits with code 2 if it is invalid."""
-    return _parser().parse_args(arguments)
+    parser = _parser()
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse_unknown(_command_of(parser, arguments), unknown)
+    return found
+
+
+def _refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """Exit with code 2, with the usage of the command alone and the option that is meant."""
+    known = [name for action in command._actions for name in action.option_strings]
+    near = [difflib.get_close_matches(word.partition("=")[0], known, 1) for word in unknown if word.startswith("-")]
+    meant = next((f"; did you mean {found[0]}?" for found in near if found), "")
+    command.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+
+
+def _command_of(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command, and of its action, that the arguments name."""
+    for word in arguments:
+        for action in parser._actions:
+            if isinstance(action.choices, dict) and word in action.choices:
+                parser = action.choices[word]
+                break
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     routing_help = "mixtures of experts train on samples with the sampler's choice of experts (the trainer's own)"
     models.add_argument("--replay-routing", action="store_true", default=None, help=routing_help)
     commands = parser.add_subparsers(dest="command", required=True)
-    serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
+    settings_help = (
+        "Other settings: a TOML file (--config), or variables TINKER_SERVER_NAME. docs/settings.md has them all."
+    )
+    serving = commands.add_parser(
+        "serve", parents=[common, database, models], help="serve base models", epilog=settings_help
+    )
     serving.add_argument("--host", help="address to listen on (127.0.0.1); addresses beyond loopback need API keys")
     serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
     cluster_help = "let other machines join, which sample and train too (off)"
@@ -146,13 +175,13 @@ def _add_joining(commands: Commands) -> None:
     common.add_argument("--token-file", type=Path, required=True, metavar="FILE", help=token_help)
     here = socket.gethostname()
     common.add_argument("--name", default=here, help=f"name of the machine in the cluster ({here})")
-    join_help = "let a server on another machine use this one, until it is interrupted or asked to leave"
+    join_help = "join a server on another machine and lend it this one's GPUs (Ctrl-C or `leave` ends it)"
     joining = commands.add_parser("join", parents=[common], help=join_help)
     model_help = "a model of the server, with its directory or hub id here, else fetched from there; may be repeated"
     joining.add_argument("--model", action="append", required=True, metavar="NAME[=SOURCE]", help=model_help)
     data_help = "directory for fetched models, weights in use, compiled kernels and the engines' log (tinker-node)"
     joining.add_argument("--data-dir", type=Path, default=Path("tinker-node"), help=data_help)
-    commands.add_parser("leave", parents=[common], help="have a machine leave the cluster")
+    commands.add_parser("leave", parents=[common], help="remove this machine from the cluster")
 
 
 def _add_administration(commands: Commands, remote: argparse.ArgumentParser) -> None:
@@ -226,7 +255,11 @@ def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
             case "add":
                 valid_s = None if arguments.expires_days is None else arguments.expires_days * DAY_S
                 is_admin, scope = arguments.admin, arguments.scope
+                is_new = not path.exists()
                 print(keys.add(path, arguments.name, scope=scope, is_admin=is_admin, valid_s=valid_s))
+                if is_new:
+                    use = "a server reads it only with the same --data-dir, --keys-file or --config"
+                    print(f"made {path.resolve()}: {use}", file=sys.stderr)
             case "remove":
                 count = keys.remove(path, arguments.name, arguments.key)
                 if count == 0:
@@ -237,8 +270,10 @@ def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
                 found, used_at = list(keys.read(path).values()), key_uses.read(settings.data_dir)
                 if arguments.json:
                     print(describe_keys(found, used_at).model_dump_json())
-                elif found:  # none is no line: scripts ask whether there are any
+                elif found:
                     show(keys_table(found, used_at))
+                else:  # no line on the output, which scripts read
+                    print(f"no API keys in {path.resolve()}: `{keys.adding(path)}` makes one", file=sys.stderr)
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
 

@@ -54,7 +54,7 @@ def from_environment() -> dict[str, Any]:
     known = [variable_of(name) for name in setting_names()]
     for name in given:
         if name not in known:
-            raise StartFailed(f"the environment variable {name} is no setting; {_advice(name, known)}")
+            raise StartFailed(f'the environment: unknown setting "{name}" ({_advice(name, known)})')
     ray = os.environ.get("RAY_ADDRESS")  # Ray's own name for it, which KubeRay sets
     by_ray = {"backend": {"cluster_ray_address": ray}} if ray else {}
     try:
@@ -74,7 +74,7 @@ def from_file(path: Path) -> dict[str, Any]:
     known = list(setting_names())
     for name in _leaves(found, {name.rpartition(".")[0] for name in known} - {""}):
         if name not in known:
-            raise StartFailed(f"{path}: {name} is no setting; {_advice(name, known)}")
+            raise StartFailed(f'{path}: unknown setting "{name}" ({_advice(name, known)})')
     return found
 
 
@@ -118,4 +118,4 @@ def _advice(name: str, known: list[str]) -> str:
         return max(difflib.SequenceMatcher(None, *both).ratio() for both in ((ours, theirs), parts))
 
     near = max(known, key=likeness)
-    return f"did you mean {near}?" if likeness(near) > _NEAR else "docs/settings.md has them all"
+    return f'did you mean "{near}"?' if likeness(near) > _NEAR else "docs/settings.md has them all"

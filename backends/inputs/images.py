@@ -68,7 +68,7 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
     except Exception:  # noqa: BLE001 - Pillow's parsers raise whatever the bytes lead them into
-        raise BadImage(f"the {len(data)} bytes are no readable PNG or JPEG image") from None
+        raise BadImage(f"the image of {len(data)} bytes is not a readable PNG or JPEG") from None
     num_pixels = image.width * image.height
     if num_pixels > max_pixels:
         raise BadImage(f"the image has {image.width}x{image.height} pixels; {max_pixels} are allowed")
@@ -118,7 +118,7 @@ def _transpose(image: Image.Image) -> Image.Transpose | None:
 def _check_chunks(data: bytes) -> None:
     """Refuse a PNG of chunks with which Pillow would be busy for seconds. It reads those behind the pixels too."""
     if _PNG_HEADER.match(data) is None:
-        raise BadImage(f"the {len(data)} bytes are no readable PNG or JPEG image")
+        raise BadImage(f"the image of {len(data)} bytes is not a readable PNG or JPEG")
     at, parts, compressed = len(_PNG), 0, 0
     while at + 8 <= len(data) and (kind := data[at + 4 : at + 8]) != b"IEND":
         length = int.from_bytes(data[at : at + 4])

@@ -178,10 +178,10 @@ async def _check_kernels(child: Child, spec: ModelSpec) -> None:
     (drawn,) = (await child.call(Sample(_of_base(text_input(first), params)))).sequences
     scores = await _score(child, text_input(np.concatenate([first, drawn.tokens])))
     difference, is_rounding = compare(scores[1:], drawn.logprobs, spec.dtype)
-    found = f"the engine scores its first text {difference:.2g} nats a token from how it drew it"
+    found = f"sampled and re-scored log probs differ by {difference:.2g} nats per token"
     if not is_rounding:
-        raise BackendFailed(f"{found}: its kernels are wrong for this model")
-    log.info("%s: %s", child.name, found)
+        raise BackendFailed(f"self-test failed: {found}: the engine's kernels are wrong for this model")
+    log.info("%s: self-test passed: %s", child.name, found)
 
 
 async def _check_base(child: Child, spec: ModelSpec, trainers: LoadCheck) -> None:

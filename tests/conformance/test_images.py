@@ -144,12 +144,12 @@ def test_045_images_that_cannot_be_are_refused_and_nothing_falls(
     deep = io.BytesIO()
     Image.fromarray(np.full((64, 64), 40_000, np.uint16)).save(deep, "png")
     files = {
-        b"not an image": "chunk 1: the 12 bytes are no readable PNG or JPEG",
-        b"": "chunk 1: the 0 bytes are no readable PNG or JPEG",
+        b"not an image": "chunk 1: the image of 12 bytes is not a readable PNG or JPEG",
+        b"": "chunk 1: the image of 0 bytes is not a readable PNG or JPEG",
         photo(64, 64)[:200]: "chunk 1: the image does not decode",
-        photo(64, 64, format="gif"): "chunk 1: the .* bytes are no readable PNG or JPEG",
+        photo(64, 64, format="gif"): "chunk 1: the image of .* bytes is not a readable PNG or JPEG",
         flood(9000, 9000): "chunk 1: the image has 9000x9000 pixels; 50000000 are allowed",
-        flood(60_000, 60_000): "chunk 1: .*(pixels|no readable)",
+        flood(60_000, 60_000): "chunk 1: .*(pixels|not a readable)",
         photo(2000, 4): "chunk 1: .*aspect ratio",
         deep.getvalue(): "chunk 1: the image has more than 8 bits a channel",
         late_colour_profile(): "chunk 1: the image does not decode",

@@ -152,8 +152,8 @@ def test_a_scheduled_backup_keeps_seven_and_the_drill_restores_the_newest(
     (drill,) = re.findall(r"--entrypoint sh backup -ec '\n(.*?)'\n", guide, re.DOTALL)
     drilled = shell(re.sub(r'"\$\{TINKER_SERVER_DATABASE_URL.*?"', shlex.quote(empty), drill), {})
     assert drilled.returncode == 0, drilled.stderr
-    assert "restored the" in drilled.stdout
-    assert "2 directories of weights" in drilled.stdout  # the snapshot is one
+    assert "Restored from" in drilled.stdout
+    assert "2 weight directories" in drilled.stdout  # the snapshot is one
     assert len(list((tmp_path / "drill/checkpoints").glob("*/weights/kept~*"))) == 1
 
 

@@ -131,8 +131,13 @@ def test_labels_name_no_run_session_or_owner(server: Running) -> None:
 
 
 def test_metrics_ask_for_a_key_like_everything_else(server: Running) -> None:
-    assert scrape(server).status_code == 401
-    assert scrape(server, **{"x-api-key": "tml-test"}).status_code == 200
+    refused = scrape(server)
+    assert refused.status_code == 401 and "X-API-Key, or as `Authorization: Bearer KEY`" in refused.text
+    training = server.http.post("/create_session", json={}, headers={"x-api-key": ""})
+    assert training.status_code == 401 and "send it in the header X-API-Key" in training.text
+    assert "Bearer" not in training.text  # which these routes do not read
+    read = scrape(server, **{"x-api-key": "tml-test"})
+    assert read.status_code == 200 and "_created" not in read.text
 
 
 def test_a_bearer_token_is_a_key_too_and_a_wrong_one_is_none(keyed: tuple[Running, str]) -> None:

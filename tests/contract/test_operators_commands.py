@@ -87,7 +87,7 @@ def test_a_backup_of_a_server_at_work_is_restored_whole(two_databases: tuple[str
         finally:
             stopped.set()
             busy.join(30)
-        assert "directories of weights" in said and not busy.is_alive()
+        assert "weight directories" in said and not busy.is_alive()
     finally:
         server.stop()
 
@@ -182,9 +182,7 @@ def test_missing_weights_are_named_and_no_backup_is_left(tmp_path: Path) -> None
         server.stop()
     (lost,) = (tmp_path / "data").glob("checkpoints/*/weights/lost~*")
     shutil.rmtree(lost)
-    with pytest.raises(
-        StartFailed, match=r"1 directories of weights that the database names are missing, such as .*lost"
-    ):
+    with pytest.raises(StartFailed, match=r"1 weight directories that the database names are missing, such as .*lost"):
         asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
     assert [one.name for one in tmp_path.iterdir()] == ["data"]
 
@@ -445,7 +443,7 @@ def test_a_change_that_does_not_fit_is_listed_without_a_flag(capsys: pytest.Capt
     assert one.name in shown and "changed" in shown and others[-1].name not in shown
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_the_commands(shell: str) -> None:
     printed = command("--print-completion", shell)
     assert printed.returncode == 0

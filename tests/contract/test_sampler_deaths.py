@@ -101,7 +101,9 @@ async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(
 async def test_an_engine_that_scores_otherwise_than_it_draws_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "unwritten").touch()
     running = SamplerPool(sampler_config(tmp_path, tmp_path), launch_light)
-    with pytest.raises(BackendFailed, match="scores its first text 1 nats a token from how it drew it"):
+    with pytest.raises(
+        BackendFailed, match="self-test failed: sampled and re-scored log probs differ by 1 nats per token"
+    ):
         await running.start()
     await running.stop()
 

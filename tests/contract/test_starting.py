@@ -319,9 +319,9 @@ def test_the_address_is_printed_once_the_server_is_ready(child: Child) -> None:
     with pytest.raises(BlockingIOError):
         os.read(stdout.fileno(), 1)
     os.set_blocking(stdout.fileno(), True)
-    assert "ready after" not in child.log.read_text()
+    assert "Ready in" not in child.log.read_text()
     child.decide("")
-    assert stdout.readline().strip() == child.url and "ready after" in child.log.read_text()
+    assert stdout.readline().strip() == child.url and "Ready in" in child.log.read_text()
     assert httpx.get(f"{child.url}/health").status_code == 200
     child.process.send_signal(signal.SIGTERM)
     assert child.process.wait(20) == 0

@@ -147,7 +147,7 @@ def test_a_backup_of_the_running_server_is_restored(guide: Guide) -> None:
     for made in ("backups", "tinker-data-again"):  # by a first attempt
         shutil.rmtree(guide.folder / made, ignore_errors=True)
     said = guide.run(guide.here(BACKUP))
-    assert "restored the" in said and (guide.folder / "tinker-data-again/keys").is_file()
+    assert "Restored from" in said and (guide.folder / "tinker-data-again/keys").is_file()
 
 
 def test_the_completion_of_the_shell_is_written_into_a_new_home(guide: Guide) -> None:

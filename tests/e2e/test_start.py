@@ -25,7 +25,7 @@ def test_the_log_of_a_start_has_whole_lines_and_no_bars(server: Server) -> None:
     assert re.search(rf"{MODEL}: the trainer is ready after \d+ s", text)
     assert re.search(rf"{MODEL}: the sampler is ready after \d+ s", text)
     assert "\r" not in text and "\x1b" not in text and "it/s" not in text
-    first_start = text[: text.index(" serves ")]
+    first_start = text[: text.index("Ready in ")]
     assert [line for line in first_start.splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", line)] == []
 
 

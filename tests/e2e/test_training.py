@@ -102,7 +102,7 @@ async def test_bad_prompts_are_refused_and_the_engine_goes_on(service):
         (types.ModelInput.from_ints([1, 999]), "token id 999"),
         (types.ModelInput.from_ints([1, PLACEHOLDER]), "placeholder of an image"),
         (types.ModelInput.from_ints([1] * 4095), "context window: 4095 \\+ 2 > 4096"),
-        (types.ModelInput(chunks=[types.ImageChunk(data=b"junk", format="png")]), "no readable PNG or JPEG"),
+        (types.ModelInput(chunks=[types.ImageChunk(data=b"junk", format="png")]), "not a readable PNG or JPEG"),
         (
             types.ModelInput(chunks=[types.ImageChunk(data=photo(64, 64), format="png", expected_tokens=9)]),
             "Expected 9 tokens, got 4 from image",

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from sqlalchemy import URL
@@ -30,8 +30,15 @@ FORMAT = 1
 TRIES = 5
 KEPT_FILES = ("keys", "link-secret", "token-secret")
 """Further files of the data directory that are copied."""
+_NAMES = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
 _ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")
 """Name that `write_aside` gives a directory until it is complete."""
+
+
+def _contents(directory: Path, about: Mapping[str, object]) -> str:
+    """Return what a backup has, in words."""
+    keys = ", keys" if (directory / "keys").is_file() else ""
+    return f"{_NAMES[str(about['database'])]} database, {about['directories']} weight directories{keys}"
 
 
 async def back_up(settings: Settings, target: Path) -> str:
@@ -50,7 +57,7 @@ async def back_up(settings: Settings, target: Path) -> str:
             (aside / ABOUT).write_text(json.dumps(about))
     except OSError as error:
         raise StartFailed(f"the backup cannot be written: {error}") from None
-    said = f"the {kind} database and {len(directories)} directories of weights"
+    said = _contents(target, about)
     try:
         note_backup(data_dir)
     except OSError as error:
@@ -105,7 +112,7 @@ async def _consistent(data_dir: Path, url: str | URL, aside: Path, name: str) ->
                 shutil.rmtree(aside / extra)
             return directories
     raise StartFailed(
-        f"{len(missing)} directories of weights that the database names are missing, such as {min(missing)}:"
+        f"{len(missing)} weight directories that the database names are missing, such as {min(missing)}:"
         " they are deleted while they are copied, or were lost; stop the server and try again"
     )
 
@@ -148,7 +155,7 @@ async def restore(settings: Settings, source: Path) -> str:
             await asyncio.to_thread(flush, data_dir)
         except OSError as error:
             raise StartFailed(f"the backup cannot be restored: {error}") from None
-    return f"restored the {kind} database and {about['directories']} directories of weights"
+    return _contents(source, about)
 
 
 def _about(source: Path) -> dict[str, object]:

@@ -5,7 +5,7 @@ Values that other parts already count are read at each scrape (`routes/metrics_c
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 from tinker_server.store.futures.observers import Work
 from tinker_server.store.futures.records import Operation, Result
@@ -18,6 +18,7 @@ class Metrics:
     """Instruments of one server. A process may run several servers in succession, so each has its own registry."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # of the whole process: a time for each value, which no alert and no panel reads
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "tinker_http_requests",

@@ -126,7 +126,8 @@ class Housekeeper:
             silent = await stores.sessions.last_heartbeat(run.session_id) < now - timeout_s
             # A client that sends no heartbeats but works, by curl for example, is not silent.
             if silent and self._scheduler.is_idle(run.model_id, timeout_s):
-                await self._try("suspended, for its client is silent", run, self._scheduler.suspend(run.model_id))
+                why = f"no heartbeat from its client for {timeout_s:.0f} s"
+                await self._try(f"moved to disk: {why}", run, self._scheduler.suspend(run.model_id))
         await stores.sessions.save_heartbeats()
         stores.sessions.forget_ended()
         stores.runs.forget_ended()

@@ -30,7 +30,7 @@ def require_key(http: Request, server: Services) -> str:
     ScopeRefused."""
     given = http.headers.get("authorization", "")
     bearer = given[len(_BEARER) :] if given.lower().startswith(_BEARER) else None
-    key = find_key(http.headers.get("x-api-key") or bearer, server.keys, server.tokens)
+    key = find_key(http.headers.get("x-api-key") or bearer, server.keys, server.tokens, reads_bearer=True)
     if key.scope == "sample":
         raise ScopeRefused(f"the API key {key.id} of {key.name} has the scope sample, which does not include /metrics")
     return key.name

@@ -159,7 +159,7 @@ class Gate:
             ):
                 sent = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
                 signed_in = self._find_page_key(scope, headers) if vendor is not None and sent is None else None
-                key = signed_in or find_key(sent, keys, tokens)
+                key = signed_in or find_key(sent, keys, tokens, reads_bearer=vendor is not None)
                 require_scope(key, scope["path"], is_chat=vendor is not None)
                 state = scope.setdefault("state", {})
                 state.update(key=key, owner=key.name)
@@ -273,10 +273,11 @@ def _bearer(headers: Headers) -> str | None:
     return key.strip() if kind.lower() == "bearer" else None
 
 
-def find_key(sent: str | None, keys: Keys, tokens: Tokens) -> Key:
+def find_key(sent: str | None, keys: Keys, tokens: Tokens, *, reads_bearer: bool) -> Key:
     """Return the key that a request has sent, itself or as a token. Raises Unauthenticated."""
     if not sent:
-        raise Unauthenticated("the header X-API-Key is missing")
+        also = ", or as `Authorization: Bearer KEY`" if reads_bearer else ""
+        raise Unauthenticated(f"no API key was sent: send it in the header X-API-Key{also}")
     found = keys.find(sent) or (tokens.find(sent) if sent.startswith(TOKEN) else None)
     if found is None and sent.startswith(TOKEN):
         raise InvalidToken("the token was not made here, has expired, or its API key was removed")

@@ -25,7 +25,8 @@ ABOUT = """The training API of the `tinker` SDK.
 
 Whatever takes time is an operation: its submit is answered at once with a `request_id`, and `retrieve_future` waits for
 the result. A submit is repeated as it was, after a lost connection for example: the same `seq_id` of the same model is
-the same operation. Whatever is refused has the body of `Error`; an operation that fails later has a `FutureFailed`."""
+the same operation. Every refused request returns an `Error` body; an operation that fails later has a
+`FutureFailed`."""
 
 
 def install(app: FastAPI) -> None:

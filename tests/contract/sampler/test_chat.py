@@ -167,7 +167,7 @@ async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler,
             [{"role": "user", "content": [*seeing(PNG)[0]["content"], {"type": "text", "text": "<|image_pad|>"}]}],
             "places",
         ),
-        (seeing(b"no image"), "no readable PNG or JPEG"),
+        (seeing(b"no image"), "not a readable PNG or JPEG"),
         (seeing(photo(96, 64)[:2000]), "does not decode"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}], "data URI"),
         (

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from backends.config import BackendConfig
 from tinker_server.__main__ import listen, main, require_keys_beyond_loopback
 from tinker_server.command_line import option_of, parse, read_settings
 from tinker_server.errors import StartFailed
+from tinker_server.release import release
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import from_file, setting_names, variable_of
 
@@ -116,14 +116,14 @@ def test_sizes_from_which_memory_is_planned_are_options_too() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("TINKER_SERVER_DATADIR", "/data", "did you mean TINKER_SERVER_DATA_DIR?"),
-        ("TINKER_SERVER_DEVICE", "cpu", "did you mean TINKER_SERVER_BACKEND__DEVICE?"),
-        ("TINKER_SERVER_BACKEND__RANK", "2", "did you mean TINKER_SERVER_BACKEND__RANKS?"),
-        ("tinker_server_prot", "1", "TINKER_SERVER_PROT is no setting; did you mean TINKER_SERVER_PORT?"),
+        ("TINKER_SERVER_DATADIR", "/data", 'did you mean "TINKER_SERVER_DATA_DIR"'),
+        ("TINKER_SERVER_DEVICE", "cpu", 'did you mean "TINKER_SERVER_BACKEND__DEVICE"'),
+        ("TINKER_SERVER_BACKEND__RANK", "2", 'did you mean "TINKER_SERVER_BACKEND__RANKS"'),
+        ("tinker_server_prot", "1", r'unknown setting "TINKER_SERVER_PROT" \(did you mean "TINKER_SERVER_PORT"\?\)'),
         (
             "TINKER_SERVER_BACKEND__GPU_MEMORY_FRACTION",
             "0.5",
-            "is no setting; memory is planned from max_context_length",
+            r"unknown setting .* \(memory is planned from max_context_length",
         ),
         ("TINKER_SERVER_XYLOPHONE", "1", "docs/settings.md has them all"),
         (
@@ -189,11 +189,14 @@ def test_a_file_takes_every_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "refusal"),
     [
-        ("prot = 1", "prot is no setting; did you mean port?"),
-        ("[backend]\nrank = 1", r"backend\.rank is no setting; did you mean backend\.ranks?"),
-        ("ranks = 1", r"ranks is no setting; did you mean backend\.ranks?"),
-        ("backend = 1", "backend is no setting"),
-        ("[backend]\ngpu_memory_fraction = 0.5", "gpu_memory_fraction is no setting; memory is planned from"),
+        ("prot = 1", r'unknown setting "prot" \(did you mean "port"\?\)'),
+        ("[backend]\nrank = 1", r'unknown setting "backend.rank" \(did you mean "backend.ranks"\?\)'),
+        ("ranks = 1", r'unknown setting "ranks" \(did you mean "backend.ranks"\?\)'),
+        ("backend = 1", 'unknown setting "backend"'),
+        (
+            "[backend]\ngpu_memory_fraction = 0.5",
+            r'unknown setting "backend.gpu_memory_fraction" \(memory is planned from',
+        ),
         ("port = ", "cannot be read: Invalid value"),
         ('port = "high"', "settings.toml: port: Input should be a valid integer, .* it is 'high'"),
         ("[backend]\nsampler_gpus = [0, -1.5]", r"settings.toml: backend.sampler_gpus\[1\]: Input should be"),
@@ -284,12 +287,12 @@ def test_a_server_prints_its_url_and_stops_on_a_signal(number: signal.Signals, t
         server.send_signal(number)
         rest, log = server.communicate(timeout=20)
     assert (server.returncode, rest) == (0, ""), log
-    (ready,) = [line for line in log.splitlines() if "ready after" in line]
+    (ready,) = [line for line in log.splitlines() if "Ready in" in line]
     for said in (
         url.strip(),
-        "serves tiny;",
-        f"data are in {tmp_path}/tinker-data",
-        "without keys, it takes every key",
+        "Models: tiny.",
+        f"Data: {tmp_path}/tinker-data.",
+        "No API keys: any tml-… key works, from this machine only.",
     ):
         assert said in ready, ready
     assert log.splitlines()[-1].endswith("__main__: stopped")
@@ -326,12 +329,36 @@ def test_the_file_of_the_settings_page_is_read(tmp_path: Path) -> None:
     assert settings.backend.models == {"Qwen/Qwen3-VL-4B-Instruct": str(tmp_path)}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("serve --prot 3", "serve: error: unrecognized arguments: --prot 3; did you mean --port?"),
+        ("keys add alice --scoep=all", "keys add: error: unrecognized arguments: --scoep=all; did you mean --scope?"),
+        ("serve more", "serve: error: unrecognized arguments: more"),
+    ],
+)
+def test_an_unknown_option_is_refused_by_its_command_with_the_nearest(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(words.split())
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1].endswith(said) and printed.startswith(
+        f"usage: tinker-server {said.partition(':')[0]} "
+    )
+
+
+def test_the_help_of_serve_leads_to_the_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse(["serve", "--help"])
+    assert "docs/settings.md" in capsys.readouterr().out
+
+
 def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["tinker-server", "--version"])
     with pytest.raises(SystemExit) as ended:
         main()
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"tinker-server {project['version']}\n")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"tinker-server {release().label}\n")
 
 
 def test_two_servers_do_not_share_a_port_even_while_both_load() -> None:

@@ -105,7 +105,7 @@ class Chats:
                 " or samples"
             )
         if task.body.get("tools") and self._tool_parser is None:
-            raise InvalidInput("tools: the model's chat template teaches it no calls that this server can read")
+            raise InvalidInput("tools: this model's chat template has no tool format that the server parses")
         handler = copy.copy(self._handlers[task.endpoint])
         handler.engine_client, handler.models = engine, _Names(task.body["model"])
         request = await asyncio.to_thread(parse, task)  # thousands of messages take a second

@@ -76,7 +76,7 @@ def test_whatever_a_parser_raises_is_the_files_fault(error: Exception, monkeypat
     with pytest.raises(BadImage, match=r"does not decode: .+"):
         decode(photo(64, 64), MANY)
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "_open", fail)
-    with pytest.raises(BadImage, match="no readable PNG or JPEG"):
+    with pytest.raises(BadImage, match="not a readable PNG or JPEG"):
         open_image(photo(64, 64), MANY)
 
 
@@ -221,7 +221,7 @@ BOMBS = {
         between(png_chunk(b"iTXt", b"k\0\1\0\0\0" + MEGABYTE) * 60, behind=True),
         "more than 16 chunks iCCP, zTXt and iTXt",
     ),
-    "profiles that only Pillow sees": (profiles_where_no_depth_is_known(), "no readable PNG"),
+    "profiles that only Pillow sees": (profiles_where_no_depth_is_known(), "not a readable PNG"),
     "chunks behind the pixels": (between(png_chunk(b"abCd", b"") * 400_000, behind=True), "more than 5000 chunks"),
     "empty pixels": (between(png_chunk(b"IDAT", b"") * 400_000), "more than 5000 chunks"),
     "entries of a PNG": (between(png_chunk(b"eXIf", entries(65_535))), "more than 262144 bytes of EXIF"),

@@ -122,7 +122,7 @@ def test_an_extreme_aspect_ratio_is_refused(renderer):
 
 @pytest.mark.parametrize("data", [b"", b"junk", b"GIF89a" + bytes(40), photo(64, 64)[:20]])
 def test_bytes_that_are_no_png_or_jpeg_are_refused(renderer, data):
-    with pytest.raises(InvalidInput, match=r"chunk 0: the .* bytes are no readable PNG or JPEG"):
+    with pytest.raises(InvalidInput, match=r"chunk 0: the image of .* bytes is not a readable PNG or JPEG"):
         renderer.layout(prompt(ImageChunk(data=data, format="png")), "prompt")
 
 

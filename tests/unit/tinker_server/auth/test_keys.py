@@ -145,7 +145,15 @@ def test_the_command_line_adds_lists_and_removes(tmp_path: Path, capsys: pytest.
         change_keys(parsed, read_settings(parsed))
         return capsys.readouterr().out.strip()
 
-    key = run("add", "alice")
+    parsed = parse(["keys", "list", "--data-dir", str(tmp_path)])
+    change_keys(parsed, read_settings(parsed))
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"no API keys in {tmp_path}/keys: `tinker-server keys add NAME" in printed.err
+    parsed = parse(["keys", "add", "alice", "--data-dir", str(tmp_path)])
+    change_keys(parsed, read_settings(parsed))
+    printed = capsys.readouterr()
+    key = printed.out.strip()
+    assert printed.err.startswith(f"made {tmp_path}/keys: a server reads it only with the same --data-dir")
     run("add", "alice")
     assert Keys(tmp_path / "keys").owner_of(key) == "alice"
     listed = [row for row in run("list").splitlines() if "alice" in row]
