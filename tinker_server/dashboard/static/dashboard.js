@@ -84,15 +84,13 @@ document.addEventListener("htmx:configRequest", (event) => {
 });
 
 // A refresh changes a part in place, so that focus and scroll position stay (base.html sets this swap style; rows have ids, by
-// which they are recognised). Only what the viewer types or chooses would be lost, and a list whose new
-// items come first would move under the mouse: then the part is not refreshed, and an answer that arrives meanwhile is ignored. (The settle delay is 0, since a new row ignores events until it is settled.)
+// which they are recognised). Only what the viewer types or chooses would be lost, and a list whose new items come first would
+// move under the mouse: then the part is not refreshed, and an answer that arrives meanwhile is ignored. (The settle delay is
+// 0, since a new row ignores events until it is settled.)
 function isInUse(request, part) {
   const isOwn = request.triggeringEvent?.type?.startsWith("sse:");
-<<<<<<< HEAD
-  return isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")) || part.querySelector("details.pick[open]"));
-=======
-  return isOwn && (ask.open || part.matches("[data-steady]:hover") || part.contains(document.activeElement?.closest("select, input")));
->>>>>>> e57c563a (Name object and act in each question, and keep the link at sign-in)
+  const isTyped = part.contains(document.activeElement?.closest("select, input")) || part.querySelector("details.pick[open]");
+  return isOwn && (ask.open || part.matches("[data-steady]:hover") || isTyped);
 }
 
 document.addEventListener("htmx:beforeRequest", (event) => {
