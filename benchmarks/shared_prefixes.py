@@ -132,7 +132,7 @@ def main() -> None:
         }
         if not given.texts:
             cases |= {
-                "16 groups of an image of 1,000 + 16 x 64": groups(16, 1000, [64] * 16, image=True),
+                "5 groups of an image of 1,000 + 16 x 64": groups(5, 1000, [64] * 16, image=True),  # a request's most pixels
                 "8 episodes of 6 turns of 400 with an image in each": episodes(8, 6, 400, image=True),
             }
         for name, inputs in cases.items():
