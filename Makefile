@@ -12,7 +12,7 @@ DATABASE := sqlite
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
-PROTOS := $(wildcard api_schemas/*.proto)
+PROTOS := $(wildcard tinker_server/api_schemas/*.proto)
 
 .PHONY: help setup demo test test-fast test-slow test-all chaos conformance sdk-matrix acceptance acceptance-quick vision-rl check docs pictures models hardware proto wheel image serve clean
 

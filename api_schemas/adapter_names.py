@@ -16,7 +16,7 @@ the same stacks, under the model's own names.
 import re
 from collections.abc import Mapping, Sequence
 
-from api_schemas.training import Layout
+from tinker_server.api_schemas.training import Layout
 
 NOT_FOR_PEFT = "none: these are names of Tinker's tools; PEFT's form is in the directory peft/ beside this file"
 """The `peft_type` in the config of files under the tools' names. PEFT quotes a type that it does not know."""

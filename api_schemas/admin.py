@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import AwareDatetime
 
-from api_schemas.base import Request, Response
-from api_schemas.fields import BaseModelName, OwnerUrn, ProjectId, SessionId
-from api_schemas.listing import Metadata
+from tinker_server.api_schemas.base import Request, Response
+from tinker_server.api_schemas.fields import BaseModelName, OwnerUrn, ProjectId, SessionId
+from tinker_server.api_schemas.listing import Metadata
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 

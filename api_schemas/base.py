@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from api_schemas.old_clients.fields import without_nulls
+from tinker_server.api_schemas.old_clients.fields import without_nulls
 
 T = TypeVar("T")
 

@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import NOTED, FirstError, Request, Response, at_most
-from api_schemas.fields import AccessToken, BaseModelName, Integer, TinkerPathText, TtlSeconds
-from api_schemas.listing import Cursor, Metadata
-from api_schemas.sessions import SearchOwner
-from api_schemas.training import LoraConfig, OptimizerConfig
-from api_schemas.weights import Kind
+from tinker_server.api_schemas.base import NOTED, FirstError, Request, Response, at_most
+from tinker_server.api_schemas.fields import AccessToken, BaseModelName, Integer, TinkerPathText, TtlSeconds
+from tinker_server.api_schemas.listing import Cursor, Metadata
+from tinker_server.api_schemas.sessions import SearchOwner
+from tinker_server.api_schemas.training import LoraConfig, OptimizerConfig
+from tinker_server.api_schemas.weights import Kind
 
 CheckpointType = Literal["training", "sampler", "external"]
 TYPES: dict[Kind, CheckpointType] = {

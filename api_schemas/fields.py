@@ -5,8 +5,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from api_schemas.base import NOTED
-from api_schemas.ids import OWNER_URN, owner_of
+from tinker_server.api_schemas.base import NOTED
+from tinker_server.api_schemas.ids import OWNER_URN, owner_of
 
 
 def _number_validator(kind: str) -> BeforeValidator:

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from api_schemas.base import FirstError, Request, Response
-from api_schemas.fields import Integer, Real, RequestId, SamplingSessionId
+from tinker_server.api_schemas.base import FirstError, Request, Response
+from tinker_server.api_schemas.fields import Integer, Real, RequestId, SamplingSessionId
 
 
 class UntypedFuture(Response):

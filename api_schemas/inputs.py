@@ -22,9 +22,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from api_schemas.base import SLICE, FirstError, Request, at_most, slices
-from api_schemas.fields import Integer
-from api_schemas.old_clients.fields import chunk_type, image_fields
+from tinker_server.api_schemas.base import SLICE, FirstError, Request, at_most, slices
+from tinker_server.api_schemas.fields import Integer
+from tinker_server.api_schemas.old_clients.fields import chunk_type, image_fields
 
 MAX_CHUNKS = 1 << 14
 """Largest number of chunks of one input."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from api_schemas.base import Response
+from tinker_server.api_schemas.base import Response
 
 
 def from_unix(at: float) -> datetime:

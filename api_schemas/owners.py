@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import NOTED, Request, Response
-from api_schemas.fields import BaseModelName, ModelId
-from api_schemas.listing import Cursor
+from tinker_server.api_schemas.base import NOTED, Request, Response
+from tinker_server.api_schemas.fields import BaseModelName, ModelId
+from tinker_server.api_schemas.listing import Cursor
 
 Owner = Annotated[str, Field(description="An owner, which is the name of API keys.")]
 

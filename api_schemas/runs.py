@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import Request, Response, at_most
-from api_schemas.checkpoints import CheckpointInfo
-from api_schemas.fields import BaseModelName, Integer, ModelId, OwnerUrn, Real
-from api_schemas.listing import Cursor, Metadata
+from tinker_server.api_schemas.base import Request, Response, at_most
+from tinker_server.api_schemas.checkpoints import CheckpointInfo
+from tinker_server.api_schemas.fields import BaseModelName, Integer, ModelId, OwnerUrn, Real
+from tinker_server.api_schemas.listing import Cursor, Metadata
 
 
 class TrainingRunInfo(Response):

@@ -6,9 +6,9 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from api_schemas.base import FirstError, Request, Response, require_storable
-from api_schemas.fields import BaseModelName, Integer, Real, SamplingSessionId, SessionId
-from api_schemas.inputs import ModelInput, TensorData
+from tinker_server.api_schemas.base import FirstError, Request, Response, require_storable
+from tinker_server.api_schemas.fields import BaseModelName, Integer, Real, SamplingSessionId, SessionId
+from tinker_server.api_schemas.inputs import ModelInput, TensorData
 
 T = TypeVar("T")
 MAX_STOP_CHARACTERS = 1 << 16

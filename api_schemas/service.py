@@ -2,8 +2,8 @@
 
 from typing import Annotated, Literal
 
-from api_schemas.base import FirstError, Request, Response
-from api_schemas.fields import SessionId
+from tinker_server.api_schemas.base import FirstError, Request, Response
+from tinker_server.api_schemas.fields import SessionId
 
 
 class ClientConfigRequest(Request):

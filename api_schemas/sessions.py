@@ -4,9 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import NOTED, FirstError, Request, Response, at_most
-from api_schemas.fields import Integer, ModelId, NamedOwner, OwnerUrn, ProjectId, SamplingSessionId, SessionId
-from api_schemas.listing import Metadata
+from tinker_server.api_schemas.base import NOTED, FirstError, Request, Response, at_most
+from tinker_server.api_schemas.fields import (
+    Integer,
+    ModelId,
+    NamedOwner,
+    OwnerUrn,
+    ProjectId,
+    SamplingSessionId,
+    SessionId,
+)
+from tinker_server.api_schemas.listing import Metadata
 
 
 class CreateSessionRequest(Request):

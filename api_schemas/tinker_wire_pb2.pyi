@@ -19,7 +19,6 @@ class StopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STOP_REASON_STOP: _ClassVar[StopReason]
     STOP_REASON_LENGTH: _ClassVar[StopReason]
-
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_INT64: DType
@@ -29,15 +28,7 @@ STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = (
-        "model_id",
-        "seq_id",
-        "data",
-        "loss_fn",
-        "loss_fn_config",
-        "forward_only",
-        "loss_fn_config_v2",
-    )
+    __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2")
     class LossFnConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -45,17 +36,13 @@ class ForwardBackwardRequest(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-
     class LossFnConfigV2Entry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: LossConfigValue
-        def __init__(
-            self, key: _Optional[str] = ..., value: _Optional[_Union[LossConfigValue, _Mapping]] = ...
-        ) -> None: ...
-
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LossConfigValue, _Mapping]] = ...) -> None: ...
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -70,16 +57,7 @@ class ForwardBackwardRequest(_message.Message):
     loss_fn_config: _containers.ScalarMap[str, float]
     forward_only: bool
     loss_fn_config_v2: _containers.MessageMap[str, LossConfigValue]
-    def __init__(
-        self,
-        model_id: _Optional[str] = ...,
-        seq_id: _Optional[int] = ...,
-        data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ...,
-        loss_fn: _Optional[str] = ...,
-        loss_fn_config: _Optional[_Mapping[str, float]] = ...,
-        forward_only: _Optional[bool] = ...,
-        loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ...,
-    ) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: _Optional[bool] = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ...) -> None: ...
 
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")
@@ -97,10 +75,7 @@ class Datum(_message.Message):
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: Tensor
-        def __init__(
-            self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...
-        ) -> None: ...
-
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
     MODEL_INPUT_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_INPUTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -109,13 +84,7 @@ class Datum(_message.Message):
     loss_fn_inputs: _containers.MessageMap[str, Tensor]
     model_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
     loss_fn_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
-    def __init__(
-        self,
-        model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...,
-        loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ...,
-        model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ...,
-        loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ...) -> None: ...
 
 class ProvenanceSpan(_message.Message):
     __slots__ = ("prompt_tokens", "sampled_tokens")
@@ -123,11 +92,7 @@ class ProvenanceSpan(_message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: TokenRun
     sampled_tokens: TokenRun
-    def __init__(
-        self,
-        prompt_tokens: _Optional[_Union[TokenRun, _Mapping]] = ...,
-        sampled_tokens: _Optional[_Union[TokenRun, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[_Union[TokenRun, _Mapping]] = ..., sampled_tokens: _Optional[_Union[TokenRun, _Mapping]] = ...) -> None: ...
 
 class TokenRun(_message.Message):
     __slots__ = ("sequence_id", "offset", "length")
@@ -137,9 +102,7 @@ class TokenRun(_message.Message):
     sequence_id: str
     offset: int
     length: int
-    def __init__(
-        self, sequence_id: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...
-    ) -> None: ...
+    def __init__(self, sequence_id: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("encoded_text", "image", "dmel")
@@ -149,12 +112,7 @@ class Chunk(_message.Message):
     encoded_text: EncodedTextChunk
     image: ImageChunk
     dmel: DmelChunk
-    def __init__(
-        self,
-        encoded_text: _Optional[_Union[EncodedTextChunk, _Mapping]] = ...,
-        image: _Optional[_Union[ImageChunk, _Mapping]] = ...,
-        dmel: _Optional[_Union[DmelChunk, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, encoded_text: _Optional[_Union[EncodedTextChunk, _Mapping]] = ..., image: _Optional[_Union[ImageChunk, _Mapping]] = ..., dmel: _Optional[_Union[DmelChunk, _Mapping]] = ...) -> None: ...
 
 class EncodedTextChunk(_message.Message):
     __slots__ = ("tokens",)
@@ -172,13 +130,7 @@ class ImageChunk(_message.Message):
     format: str
     expected_tokens: int
     override_dimensions: ImageDimensions
-    def __init__(
-        self,
-        data: _Optional[bytes] = ...,
-        format: _Optional[str] = ...,
-        expected_tokens: _Optional[int] = ...,
-        override_dimensions: _Optional[_Union[ImageDimensions, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[str] = ..., expected_tokens: _Optional[int] = ..., override_dimensions: _Optional[_Union[ImageDimensions, _Mapping]] = ...) -> None: ...
 
 class ImageDimensions(_message.Message):
     __slots__ = ("width", "height")
@@ -204,13 +156,7 @@ class Tensor(_message.Message):
     sparse_csr: SparseCsr
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(
-        self,
-        dense: _Optional[bytes] = ...,
-        sparse_csr: _Optional[_Union[SparseCsr, _Mapping]] = ...,
-        dtype: _Optional[_Union[DType, str]] = ...,
-        shape: _Optional[_Iterable[int]] = ...,
-    ) -> None: ...
+    def __init__(self, dense: _Optional[bytes] = ..., sparse_csr: _Optional[_Union[SparseCsr, _Mapping]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SparseCsr(_message.Message):
     __slots__ = ("values", "crow_indices", "col_indices")
@@ -220,12 +166,7 @@ class SparseCsr(_message.Message):
     values: bytes
     crow_indices: bytes
     col_indices: bytes
-    def __init__(
-        self,
-        values: _Optional[bytes] = ...,
-        crow_indices: _Optional[bytes] = ...,
-        col_indices: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, values: _Optional[bytes] = ..., crow_indices: _Optional[bytes] = ..., col_indices: _Optional[bytes] = ...) -> None: ...
 
 class ForwardBackwardOutput(_message.Message):
     __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
@@ -236,19 +177,13 @@ class ForwardBackwardOutput(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-
     LOSS_FN_OUTPUT_TYPE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     loss_fn_output_type: str
     loss_fn_outputs: _containers.RepeatedCompositeFieldContainer[ArrayRecord]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(
-        self,
-        loss_fn_output_type: _Optional[str] = ...,
-        loss_fn_outputs: _Optional[_Iterable[_Union[ArrayRecord, _Mapping]]] = ...,
-        metrics: _Optional[_Mapping[str, float]] = ...,
-    ) -> None: ...
+    def __init__(self, loss_fn_output_type: _Optional[str] = ..., loss_fn_outputs: _Optional[_Iterable[_Union[ArrayRecord, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ArrayRecord(_message.Message):
     __slots__ = ("type_tag", "fields", "num_datums")
@@ -258,22 +193,14 @@ class ArrayRecord(_message.Message):
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: BatchedTensor
-        def __init__(
-            self, key: _Optional[str] = ..., value: _Optional[_Union[BatchedTensor, _Mapping]] = ...
-        ) -> None: ...
-
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[BatchedTensor, _Mapping]] = ...) -> None: ...
     TYPE_TAG_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DATUMS_FIELD_NUMBER: _ClassVar[int]
     type_tag: str
     fields: _containers.MessageMap[str, BatchedTensor]
     num_datums: int
-    def __init__(
-        self,
-        type_tag: _Optional[str] = ...,
-        fields: _Optional[_Mapping[str, BatchedTensor]] = ...,
-        num_datums: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, type_tag: _Optional[str] = ..., fields: _Optional[_Mapping[str, BatchedTensor]] = ..., num_datums: _Optional[int] = ...) -> None: ...
 
 class BatchedTensor(_message.Message):
     __slots__ = ("data", "offsets", "dtype", "trailing_shape")
@@ -285,23 +212,10 @@ class BatchedTensor(_message.Message):
     offsets: bytes
     dtype: DType
     trailing_shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(
-        self,
-        data: _Optional[bytes] = ...,
-        offsets: _Optional[bytes] = ...,
-        dtype: _Optional[_Union[DType, str]] = ...,
-        trailing_shape: _Optional[_Iterable[int]] = ...,
-    ) -> None: ...
+    def __init__(self, data: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., trailing_shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = (
-        "sequences",
-        "prompt_logprobs",
-        "topk_prompt_logprobs",
-        "prompt_cache_hit_tokens",
-        "target_prompt_logprobs",
-        "prompt_alt_tokens",
-    )
+    __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs", "prompt_cache_hit_tokens", "target_prompt_logprobs", "prompt_alt_tokens")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -314,15 +228,7 @@ class SampleResponse(_message.Message):
     prompt_cache_hit_tokens: int
     target_prompt_logprobs: Tensor
     prompt_alt_tokens: AltTokens
-    def __init__(
-        self,
-        sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ...,
-        prompt_logprobs: _Optional[bytes] = ...,
-        topk_prompt_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ...,
-        prompt_cache_hit_tokens: _Optional[int] = ...,
-        target_prompt_logprobs: _Optional[_Union[Tensor, _Mapping]] = ...,
-        prompt_alt_tokens: _Optional[_Union[AltTokens, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ..., topk_prompt_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., prompt_cache_hit_tokens: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[Tensor, _Mapping]] = ..., prompt_alt_tokens: _Optional[_Union[AltTokens, _Mapping]] = ...) -> None: ...
 
 class SampledSequence(_message.Message):
     __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs")
@@ -334,13 +240,7 @@ class SampledSequence(_message.Message):
     tokens: bytes
     logprobs: bytes
     topk_sampled_logprobs: TopkLogprobs
-    def __init__(
-        self,
-        stop_reason: _Optional[_Union[StopReason, str]] = ...,
-        tokens: _Optional[bytes] = ...,
-        logprobs: _Optional[bytes] = ...,
-        topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ...) -> None: ...
 
 class TopkLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "k", "length")
@@ -352,13 +252,7 @@ class TopkLogprobs(_message.Message):
     logprobs: bytes
     k: int
     length: int
-    def __init__(
-        self,
-        token_ids: _Optional[bytes] = ...,
-        logprobs: _Optional[bytes] = ...,
-        k: _Optional[int] = ...,
-        length: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., k: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class AltTokens(_message.Message):
     __slots__ = ("tokens", "logprobs")
@@ -366,8 +260,4 @@ class AltTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     tokens: Tensor
     logprobs: Tensor
-    def __init__(
-        self,
-        tokens: _Optional[_Union[Tensor, _Mapping]] = ...,
-        logprobs: _Optional[_Union[Tensor, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...

@@ -7,9 +7,9 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from api_schemas.base import NOTED, FirstError, Request, Response, at_most
-from api_schemas.fields import BaseModelName, Integer, ModelId, ModelSeqId, Real, SeqId, SessionId
-from api_schemas.inputs import Datum, require_few_cells, sparse_cells
+from tinker_server.api_schemas.base import NOTED, FirstError, Request, Response, at_most
+from tinker_server.api_schemas.fields import BaseModelName, Integer, ModelId, ModelSeqId, Real, SeqId, SessionId
+from tinker_server.api_schemas.inputs import Datum, require_few_cells, sparse_cells
 
 MAX_DATUMS = 4096
 """Largest number of datums of a request; the SDK sends 1024 at most."""

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from api_schemas.base import FirstError, Request, Response
-from api_schemas.fields import (
+from tinker_server.api_schemas.base import FirstError, Request, Response
+from tinker_server.api_schemas.fields import (
     AccessToken,
     CheckpointName,
     ClientMetadata,
@@ -17,7 +17,7 @@ from api_schemas.fields import (
     TinkerPathText,
     TtlSeconds,
 )
-from api_schemas.training import OptimizerConfig
+from tinker_server.api_schemas.training import OptimizerConfig
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 _PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)")

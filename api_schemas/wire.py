@@ -12,9 +12,9 @@ import zstandard
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.base import MAX_TEXT, UNSTORABLE, too_long, unstorable
-from api_schemas.inputs import (
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas.base import MAX_TEXT, UNSTORABLE, too_long, unstorable
+from tinker_server.api_schemas.inputs import (
     Datum,
     DmelChunk,
     EncodedTextChunk,
@@ -26,8 +26,8 @@ from api_schemas.inputs import (
     reshape,
     sparse_cells,
 )
-from api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
+from tinker_server.api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from tinker_server.api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
 
 M = TypeVar("M", bound=Message)
 _DTYPE_OF: dict[int, np.dtype[np.generic]] = {

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api_schemas.training import Layout
-from backends.model_spec import ModelSpec
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.model_spec import ModelSpec
 
 Process = Literal["trainer", "engine", "holder"]
 

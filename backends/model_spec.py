@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from backends.protocol import BaseModelInfo
+from tinker_server.backends.protocol import BaseModelInfo
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]

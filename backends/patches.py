@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from backends.protocol import BackendFailed
+from tinker_server.backends.protocol import BackendFailed
 
 T = TypeVar("T")
 OURS = "ours"

@@ -12,9 +12,9 @@ from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, Literal, NamedTuple, Protocol
 
-from api_schemas.inputs import ModelInput, TensorData
-from api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
-from api_schemas.training import (
+from tinker_server.api_schemas.inputs import ModelInput, TensorData
+from tinker_server.api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinker_server.api_schemas.training import (
     AdamParams,
     ForwardBackwardOutput,
     Layout,

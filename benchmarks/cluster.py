@@ -27,23 +27,23 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.training import AdamParams, Trainable
-from backends.cluster.client import Address, Cluster
-from backends.cluster.engines import RemoteEngines
-from backends.cluster.replicas import RemoteReplicas
-from backends.formats.model_files import fingerprint
-from backends.protocol import ADAPTER_FILE, EncodedBatch, LoadedModel, ignore_loading
-from backends.sampler.client import EngineClient
-from backends.sampler.commands import Receive
-from backends.sampler.pool import SamplerPool
-from backends.sampler.received import read_files
-from backends.trainer.client import TrainerClient
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.models import make_tiny_of, make_tiny_vl
 from tests.replicas import until_on
 from tests.sampling import sampler_config
 from tests.servers import MODEL
 from tests.trainers import config
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.cluster.client import Address, Cluster
+from tinker_server.backends.cluster.engines import RemoteEngines
+from tinker_server.backends.cluster.replicas import RemoteReplicas
+from tinker_server.backends.formats.model_files import fingerprint
+from tinker_server.backends.protocol import ADAPTER_FILE, EncodedBatch, LoadedModel, ignore_loading
+from tinker_server.backends.sampler.client import EngineClient
+from tinker_server.backends.sampler.commands import Receive
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.sampler.received import read_files
+from tinker_server.backends.trainer.client import TrainerClient
 
 BRIDGE = "tinkerbench"
 PORT = 8100

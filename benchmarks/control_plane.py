@@ -25,9 +25,9 @@ import psutil
 from fastapi import Request
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas import tinker_wire_pb2 as pb
 from tests.fakes import FakeBackend
 from tinker_server.__main__ import listen, loop_factory
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 from tinker_server.app import create_app
 from tinker_server.observability.progress import Processes
 from tinker_server.settings import Settings

@@ -23,8 +23,8 @@ from sqlalchemy import URL, insert
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from api_schemas.training import Trainable
 from tests.fake_server import Running
+from tinker_server.api_schemas.training import Trainable
 from tinker_server.settings import Settings
 from tinker_server.store.database import Database
 from tinker_server.store.steps import STEPS

@@ -27,15 +27,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
-from backends.model_spec import Mesh, ModelSpec, Placement
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from benchmarks.shapes import SHAPES, Shape, make_model
 from tests.factories import cross_entropy, photo
 from tests.specs import tiny_spec
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
+from tinker_server.backends.model_spec import Mesh, ModelSpec, Placement
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 RANK = 32
 DEVICE = torch.device("cuda", 0)

@@ -31,12 +31,12 @@ import tinker.types as types
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from backends.configure.gpus import all_gpus
 from benchmarks.gpu import RANK, peak_flops
 from benchmarks.handover import saves
 from benchmarks.shapes import SHAPES, Shape, make_model
 from tests.servers import Server
 from tests.training import rl_datum
+from tinker_server.backends.configure.gpus import all_gpus
 
 NAME = "bench/model"
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 64, 4, 64, 256
@@ -241,7 +241,7 @@ def recover(server: Server, training: tinker.TrainingClient) -> None:
     ):
         before = scores()
         children = psutil.Process(server.process.pid).children(recursive=True)
-        victim = next(child for child in children if child.cmdline()[1:3] == ["-m", f"backends.{module}"])
+        victim = next(child for child in children if child.cmdline()[1:3] == ["-m", f"tinker_server.backends.{module}"])
         began = time.perf_counter()
         victim.kill()
         worst = np.abs(np.subtract(before, scores())).max()

@@ -21,16 +21,16 @@ import tinker
 import tinker.types as types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import EncodedTextChunk, ModelInput
-from api_schemas.sampling import SamplingParams
-from api_schemas.training import AdamParams, Trainable
-from backends.config import BackendConfig
-from backends.configure.create import LocalBackend
-from backends.protocol import ADAPTER_FILE, SamplingTask
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, prompt, words
 from tests.models import make_tiny_vl
 from tests.servers import Server
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.sampling import SamplingParams
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.create import LocalBackend
+from tinker_server.backends.protocol import ADAPTER_FILE, SamplingTask
 
 NAME = "bench/model"
 IDS = np.arange(1, 65, dtype=np.int32)

@@ -19,9 +19,9 @@ import zstandard
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas import tinker_wire_pb2 as pb
 from benchmarks.hostile_requests import CONTEXT, MIB, PROTOBUF, Attack, Client, at_once, finished
 from tests.factories import photo
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 
 
 def patterns(client: Client) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas import tinker_wire_pb2 as pb
 from tests.factories import photo
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 
 MIB = 1 << 20
 PROTOBUF = "application/x-protobuf"

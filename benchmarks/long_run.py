@@ -41,11 +41,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from caltech10 import Conversation, Photo, load_photos, training_batch
 
-from backends.configure.gpus import all_gpus
 from benchmarks.slopes import slope
 from benchmarks.soak_readings import MIB, of_processes
 from tests.servers import Server
 from tinker_server.auth import keys
+from tinker_server.backends.configure.gpus import all_gpus
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 TEXT = "long-run/text"

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from backends.config import BackendConfig
-from backends.configure.gpus import cards
-from backends.configure.memory_plan import Machine
-from backends.configure.model_size import ModelSize
-from backends.configure.placement import make_plan
-from backends.protocol import BackendFailed
 from tests.shapes import shape
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.gpus import cards
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.configure.model_size import ModelSize
+from tinker_server.backends.configure.placement import make_plan
+from tinker_server.backends.protocol import BackendFailed
 
 GIB = 1 << 30
 NAMES = ("30b-a3b", "235b-a22b")

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import Datum, ImageChunk, ModelInput
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest, LoraConfig
 from tests import submitting
 from tests.factories import MIXED, datum, make_renderer
 from tests.photographs import photographs
 from tests.recovery import RealTrainer, finished, server
 from tests.submitting import Client
+from tinker_server.api_schemas.inputs import Datum, ImageChunk, ModelInput
+from tinker_server.api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest, LoraConfig
 from tinker_server.app import REPLAY_S
 from tinker_server.models import model
 from tinker_server.web import submission

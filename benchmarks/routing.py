@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.training import Trainable
-from backends.formats.expert_routing import read_routing, routing_name
-from backends.inputs.rendering import Rendered
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy
 from tests.models import make_wide_moe
 from tests.sampling import request, sample, sampler_config
 from tests.trainers import OWNER, forward_backward, perturb
 from tests.trainers import config as trainer_config
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.formats.expert_routing import read_routing, routing_name
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 PROMPT = 16
 """Random tokens of a sample's prompt."""

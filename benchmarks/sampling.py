@@ -23,17 +23,17 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import EncodedTextChunk, ModelInput
-from api_schemas.sampling import SamplingParams
-from api_schemas.training import Trainable
-from backends.config import BackendConfig
-from backends.configure.create import LocalModel, make_models
-from backends.configure.describe import describe_models
-from backends.model_spec import ModelSpec
-from backends.protocol import SamplingTask
-from backends.trainer.checkpoint_files import write_adapter, write_directory
 from benchmarks.shapes import SHAPES, make_model
 from tests.models import make_tiny_vl
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.sampling import SamplingParams
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.create import LocalModel, make_models
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.protocol import SamplingTask
+from tinker_server.backends.trainer.checkpoint_files import write_adapter, write_directory
 
 NAME, RANK = "bench/model", 32
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -78,7 +78,7 @@ class Bare:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from backends.sampler.engine.engine import engine_args
+        from tinker_server.backends.sampler.engine.engine import engine_args
 
         self._needs_patches = config.device == "cpu"
         arguments = engine_args(config, model.renderer.family.vision)
@@ -165,7 +165,7 @@ async def compare(bare: Bare, ours: Ours, work: Round, rounds: int) -> None:
 
 async def profiled(config: ModelSpec, work: Round, rounds: int, file: Path) -> None:
     """Run our process's part in this process, where it can be profiled."""
-    from backends.sampler.engine.process import SamplerProcess
+    from tinker_server.backends.sampler.engine.process import SamplerProcess
 
     process = await SamplerProcess.start(config)
     await asyncio.gather(*(process.sample(task) for task in tasks(work)))

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.training import Trainable
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Mesh, ModelSpec
-from backends.protocol import EncodedBatch
-from backends.trainer.client import TrainerClient
 from benchmarks.gpu import RANK, make_config, text
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, photo
+from tinker_server.api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Mesh, ModelSpec
+from tinker_server.backends.protocol import EncodedBatch
+from tinker_server.backends.trainer.client import TrainerClient
 
 GIB = 2**30
 LONG, NUM_IMAGES = 131072, 64

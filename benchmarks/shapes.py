@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from backends.formats.block_fp8 import BLOCK, SCALE
 from tests.models import make_tiny_gpt_oss, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl
 from tests.published import COOKBOOK, OTHERS, Config
+from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE
 
 CONTEXT = 262144
 _TINY: dict[str, Callable[[Path], Path]] = {

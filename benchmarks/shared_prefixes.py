@@ -20,16 +20,16 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.training import Trainable
-from backends.inputs.rendering import Renderer
-from backends.protocol import EncodedBatch
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import DEVICE, RANK, make_config, seconds
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, photo, present
 from tests.trainers import forward_backward, gradients, perturb, relative_distance
+from tinker_server.api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import EncodedBatch
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 SIDES = {1000: (1024, 1024), 340: (640, 544)}
 """Sides of an image of about so many tokens, in pixels."""
@@ -132,7 +132,8 @@ def main() -> None:
         }
         if not given.texts:
             cases |= {
-                "5 groups of an image of 1,000 + 16 x 64": groups(5, 1000, [64] * 16, image=True),  # a request's most pixels
+                # As many pixels as a request may have.
+                "5 groups of an image of 1,000 + 16 x 64": groups(5, 1000, [64] * 16, image=True),
                 "8 episodes of 6 turns of 400 with an image in each": episodes(8, 6, 400, image=True),
             }
         for name, inputs in cases.items():

@@ -36,7 +36,7 @@ def role(process: psutil.Process) -> str:
     """Return what a process of the server is: its module, or the name that it gives itself."""
     command = process.cmdline()
     if command[1:2] == ["-m"]:
-        return command[2].removesuffix(".process").removeprefix("backends.")
+        return command[2].removesuffix(".process").removeprefix("tinker_server.backends.")
     if any("resource_tracker" in word for word in command):
         return "resource tracker"
     return {"sh": "guard"}.get(process.name(), process.name())

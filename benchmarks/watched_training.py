@@ -24,11 +24,11 @@ import tinker
 import tinker.types as types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.inputs import ImageChunk
-from backends.inputs.rendering import Renderer
 from tests.factories import datum, make_renderer, prompt, words
 from tests.photographs import photographs
 from tests.servers import Server, sdk_datum
+from tinker_server.api_schemas.inputs import ImageChunk
+from tinker_server.backends.inputs.rendering import Renderer
 
 MODEL = Path(__file__).resolve().parents[1] / "tinker_server" / "tiny_vl"
 BATCH = 16

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.kernels import varlen_attention
-from backends.kernels.flash_attention import Span
+from tinker_server.backends.kernels import varlen_attention
+from tinker_server.backends.kernels.flash_attention import Span
 
 
 def span_rows(long: int) -> dict[str, list[int]]:

@@ -8,8 +8,8 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from backends.processes import rpc
-from backends.processes.rpc import Command
+from tinker_server.backends.processes import rpc
+from tinker_server.backends.processes.rpc import Command
 
 LONGEST_ANSWER = 1 << 20
 

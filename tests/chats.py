@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from backends.inputs.rendering import Renderer
-from backends.protocol import ChatEndpoint, ChatTask, ChatUsage
-from backends.sampler.pool import SamplerPool
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ChatEndpoint, ChatTask, ChatUsage
+from tinker_server.backends.sampler.pool import SamplerPool
 
 TEXT: list[dict[str, Any]] = [
     {"role": "system", "content": "hello system"},

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from api_schemas.inputs import Chunk, Datum, ModelInput
-from backends.inputs.rendering import Renderer
-from backends.trainer.model.cuda_graphs import TOKENS
 from tests.factories import image, prompt, words
+from tinker_server.api_schemas.inputs import Chunk, Datum, ModelInput
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.trainer.model.cuda_graphs import TOKENS
 
 MAX_TOKENS, LONGEST = 16_384, 6_500
 """Limits of a microbatch and of a datum."""

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from backends.processes import launcher
 from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
+from tinker_server.backends.processes import launcher
 from tinker_server.store.database import Database
 
 if TYPE_CHECKING:
-    from backends.inputs.rendering import Renderer
     from tests.servers import Server
+    from tinker_server.backends.inputs.rendering import Renderer
 
 # What vLLM finds out about a kind of model takes ten seconds: once for all servers, whose data directories differ.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from backends.kernels.delta_rule import CHUNK
+from tinker_server.backends.kernels.delta_rule import CHUNK
 
 
 def of_queries_and_keys(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backends.trainer.model import self_test
+from tinker_server.backends.trainer.model import self_test
 
 _OF_BYTES = (torch.frombuffer, torch.asarray, torch.Tensor.view)
 """Functions whose dtype says what bytes of a file are."""

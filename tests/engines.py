@@ -19,14 +19,14 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from backends.model_spec import ModelSpec
-from backends.processes import launcher
-from backends.processes.messages import STREAM_LIMIT
-from backends.processes.rpc import Child, Process
 from tests.specs import tiny_spec
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes import launcher
+from tinker_server.backends.processes.messages import STREAM_LIMIT
+from tinker_server.backends.processes.rpc import Child, Process
 
 IMPORTED = (
-    "backends.sampler.engine.vllm_patches.worker",
+    "tinker_server.backends.sampler.engine.vllm_patches.worker",
     "vllm.model_executor.models.qwen3_vl",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_model_runner",
@@ -103,7 +103,7 @@ def _fork_on_request(requests: socket.socket) -> None:
 
 def _serve(connection: int, folder: str) -> None:
     """Be an engine's process, whose engine is a fork in its turn."""
-    from backends.sampler.engine import process
+    from tinker_server.backends.sampler.engine import process
 
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image, PngImagePlugin
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
-from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput, TokenRun
-from backends.protocol import EncodedBatch
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput, TokenRun
+from tinker_server.backends.protocol import EncodedBatch
 
 if TYPE_CHECKING:  # it imports torch
-    from backends.inputs.rendering import Renderer
+    from tinker_server.backends.inputs.rendering import Renderer
 
 T = TypeVar("T")
 VOCAB = 300
@@ -46,7 +46,7 @@ def as_image(chunk: Chunk) -> ImageChunk:
 
 
 def make_renderer(source: Path, **options: Any) -> "Renderer":
-    from backends.inputs.rendering import Renderer
+    from tinker_server.backends.inputs.rendering import Renderer
 
     return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7, **options)
 

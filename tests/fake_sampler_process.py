@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from api_schemas.sampling import SampledSequence, SampleResponse
-from backends.processes.rpc import OnPart, serve_async
-from backends.protocol import BackendFailed, ChatUsage, SamplingTask
-from backends.sampler.commands import Chat, CountProgress, Publish, Receive, Sample, ShareRunning, Start
-from backends.sampler.received import ReceivedWeights
+from tinker_server.api_schemas.sampling import SampledSequence, SampleResponse
+from tinker_server.backends.processes.rpc import OnPart, serve_async
+from tinker_server.backends.protocol import BackendFailed, ChatUsage, SamplingTask
+from tinker_server.backends.sampler.commands import Chat, CountProgress, Publish, Receive, Sample, ShareRunning, Start
+from tinker_server.backends.sampler.received import ReceivedWeights
 
 
 async def sample(task: SamplingTask, broken: Path) -> SampleResponse:

@@ -11,9 +11,9 @@ import httpx
 import numpy as np
 from starlette.types import ASGIApp
 
-from api_schemas import tinker_wire_pb2 as pb
 from tests.fakes import FakeBackend
 from tinker_server.__main__ import listen
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 from tinker_server.app import create_app
 from tinker_server.observability.progress import Processes
 from tinker_server.settings import Settings

@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
-from api_schemas.training import (
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tinker_server.api_schemas.training import (
     MORE_OUTPUTS,
     AdamParams,
     ForwardBackwardOutput,
     OptimStepResponse,
     Trainable,
 )
-from backends.files import write_aside
-from backends.processes.fair_queue import FairQueue
-from backends.processes.spans import ANSWERED, ProcessSpan, emit
-from backends.protocol import (
+from tinker_server.backends.files import write_aside
+from tinker_server.backends.processes.fair_queue import FairQueue
+from tinker_server.backends.processes.spans import ANSWERED, ProcessSpan, emit
+from tinker_server.backends.protocol import (
     BackendFailed,
     BaseModelInfo,
     ChatTask,
@@ -42,8 +42,8 @@ from backends.protocol import (
     SamplingTask,
     SavedForm,
 )
-from backends.sampler.checks import check_support
-from backends.trainer.step.decoding import decode_batch
+from tinker_server.backends.sampler.checks import check_support
+from tinker_server.backends.trainer.step.decoding import decode_batch
 
 ADAPTER = {
     f"base_model.model.{module}.lora_{half}.weight": np.full(shape, 0.5, np.float32)

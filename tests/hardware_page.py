@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from backends.config import BackendConfig
-from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import GIB, Machine, MemoryPlan
-from backends.configure.model_size import TRAINED_IMAGE_TOKENS
-from backends.configure.placement import make_plan
-from backends.protocol import BackendFailed
-from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 from tests.published import COOKBOOK, NOT_FOUND
 from tests.shapes import shape
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.gpus import CARDS_GIB, cards
+from tinker_server.backends.configure.memory_plan import GIB, Machine, MemoryPlan
+from tinker_server.backends.configure.model_size import TRAINED_IMAGE_TOKENS
+from tinker_server.backends.configure.placement import make_plan
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 
 PAGE = Path(__file__).parents[1] / "docs/hardware.md"
 MODELS = {

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from vllm.lora.layers import FusedMoEWithLoRA
 
-from backends.sampler.engine.vllm_patches.worker import Worker
+from tinker_server.backends.sampler.engine.vllm_patches.worker import Worker
 
 Halves = Tensor | list[Tensor | None]
 Fill = Callable[[int, Halves, Halves], None]

@@ -7,8 +7,8 @@ from itertools import chain
 from torch import Tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from backends.sampler.engine.vllm_patches.worker import Worker
-from backends.sampler.engine.weight_holder import make_on_meta
+from tinker_server.backends.sampler.engine.vllm_patches.worker import Worker
+from tinker_server.backends.sampler.engine.weight_holder import make_on_meta
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

@@ -13,11 +13,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from backends.families.coverage import check_coverage
-from backends.families.family import Family
-from backends.families.lora_names import service_adapters
-from backends.families.registry import find_family
-from backends.protocol import BackendFailed
 from tests.models import (
     FAMILIES,
     make_tiny_gemma3,
@@ -32,6 +27,11 @@ from tests.models import (
     make_tiny_text,
     make_tiny_vl,
 )
+from tinker_server.backends.families.coverage import check_coverage
+from tinker_server.backends.families.family import Family
+from tinker_server.backends.families.lora_names import service_adapters
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.protocol import BackendFailed
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 SERVED: dict[str, Callable[[Path], Path]] = {

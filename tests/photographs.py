@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from tinker import types
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -14,21 +14,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from backends.model_spec import Dtype
-from backends.processes.messages import STREAM_LIMIT
-from backends.processes.rpc import Child, Process, serve
-from backends.protocol import EncodedBatch
-from backends.trainer import process
-from backends.trainer.distributed import World, join_world
-from backends.trainer.rank import TrainerRank
 from tests.trainers import SMOOTH, assert_same, forward_backward, lora_model
+from tinker_server.backends.model_spec import Dtype
+from tinker_server.backends.processes.messages import STREAM_LIMIT
+from tinker_server.backends.processes.rpc import Child, Process, serve
+from tinker_server.backends.protocol import EncodedBatch
+from tinker_server.backends.trainer import process
+from tinker_server.backends.trainer.distributed import World, join_world
+from tinker_server.backends.trainer.rank import TrainerRank
 
 P = ParamSpec("P")
 T = TypeVar("T")
 PROCESSES = get_context("forkserver")
 """One process imports torch and all below it, 8 s of a core; ranks are its forks. It computes nothing, so has no
 threads that a fork would miss."""
-PROCESSES.set_forkserver_preload(["tests.trainers", "tests.models", "backends.trainer.process"])
+PROCESSES.set_forkserver_preload(["tests.trainers", "tests.models", "tinker_server.backends.trainer.process"])
 
 
 async def fork(name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = ()) -> Child:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from api_schemas.old_clients import results
-from api_schemas.sessions import CreateSessionRequest
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest, LoraConfig
-from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, datum, make_renderer
 from tests.fakes import FakeBackend
 from tests.submitting import Client
 from tests.trainers import config
+from tinker_server.api_schemas.old_clients import results
+from tinker_server.api_schemas.sessions import CreateSessionRequest
+from tinker_server.api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest, LoraConfig
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
+from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.settings import Settings
 from tinker_server.store.futures.records import Result
 

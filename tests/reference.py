@@ -10,11 +10,11 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum, ModelInput
-from api_schemas.training import AdamParams, Trainable
-from backends.inputs.rendering import Renderer
 from tests.loss_formulas import loss_of
 from tests.trainers import reference_inputs
+from tinker_server.api_schemas.inputs import Datum, ModelInput
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
 
 
 class Reference:

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from backends.model_spec import ModelSpec
-from backends.processes import launcher
-from backends.processes.launcher import Seat
-from backends.processes.rpc import Child
-from backends.protocol import BackendFailed
-from backends.trainer.client import TrainerClient
-from backends.trainer.replicas import Replica
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes import launcher
+from tinker_server.backends.processes.launcher import Seat
+from tinker_server.backends.processes.rpc import Child
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.client import TrainerClient
+from tinker_server.backends.trainer.replicas import Replica
 
 
 class Machine:
@@ -23,7 +23,11 @@ class Machine:
             self.failures -= 1
             raise BackendFailed(f"{self.replica.machine} has no memory left")
         name = f"{launcher.rank_name(self.replica.spec, seat)} on {self.replica.machine}"
-        return [await launcher.launch(name, "backends.trainer.process", launcher._for_rank(self.replica.spec, seat))]
+        return [
+            await launcher.launch(
+                name, "tinker_server.backends.trainer.process", launcher._for_rank(self.replica.spec, seat)
+            )
+        ]
 
 
 def machines(trainer: TrainerClient) -> list[str]:

@@ -13,21 +13,21 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum, ModelInput, TensorData
-from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
-from api_schemas.training import Trainable
-from backends.families.qwen import mrope_positions
-from backends.formats.load_check import LoadCheck
-from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec, Placement
-from backends.protocol import InvalidInput, SamplingTask
-from backends.sampler.client import ScoreBase
-from backends.sampler.pool import SamplerPool
-from backends.trainer.checkpoint_files import write_adapter, write_directory
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, image, present, prompt, words
 from tests.specs import tiny_spec
 from tests.trainers import logprobs
+from tinker_server.api_schemas.inputs import Datum, ModelInput, TensorData
+from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.qwen import mrope_positions
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import ModelSpec, Placement
+from tinker_server.backends.protocol import InvalidInput, SamplingTask
+from tinker_server.backends.sampler.client import ScoreBase
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.checkpoint_files import write_adapter, write_directory
+from tinker_server.backends.trainer.rank import TrainerRank
 
 ATOL = 1e-4
 ADJACENT = prompt(words(3, 1), image(64, 96, 1), image(96, 64, 2), words(4, 2))

@@ -18,7 +18,10 @@ from tests.factories import present
 
 MODEL = "tests/tiny-vl"
 KEY = "tml-test"
-CHILDREN = {"trainer": "backends.trainer.process", "sampler": "backends.sampler.engine.process"}
+CHILDREN = {
+    "trainer": "tinker_server.backends.trainer.process",
+    "sampler": "tinker_server.backends.sampler.engine.process",
+}
 """The modules that child processes run."""
 RUNNING: set["Server"] = set()
 """Started, and neither stopped nor killed yet."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from api_schemas.training import Layout as LoraLayout
-from backends.config import BackendConfig
-from backends.configure.describe import packed, read_size
-from backends.configure.model_size import ModelSize
-from backends.families.coverage import decoder_linears
-from backends.formats.block_fp8 import BLOCK
 from tests.published import COOKBOOK, OTHERS
+from tinker_server.api_schemas.training import Layout as LoraLayout
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import packed, read_size
+from tinker_server.backends.configure.model_size import ModelSize
+from tinker_server.backends.families.coverage import decoder_linears
+from tinker_server.backends.formats.block_fp8 import BLOCK
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 _SHORT = {

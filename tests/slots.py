@@ -10,15 +10,15 @@ import pytest
 import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from api_schemas.inputs import Datum
-from api_schemas.training import Layout, Trainable
-from backends.inputs.rendering import Renderer
-from backends.sampler.engine.engine import engine_args
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import prompt, text
 from tests.sampling import sampler_config
 from tests.trainers import config, logprobs, lora_model
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import Layout, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.sampler.engine.engine import engine_args
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 
 @asynccontextmanager

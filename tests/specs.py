@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from backends.model_spec import ModelSpec
+from tinker_server.backends.model_spec import ModelSpec
 
 
 def tiny_spec(source: Path) -> ModelSpec:

@@ -1,7 +1,7 @@
 """Runs in the database of a test, without a model."""
 
-from api_schemas.sessions import CreateSessionRequest
-from api_schemas.training import Trainable
+from tinker_server.api_schemas.sessions import CreateSessionRequest
+from tinker_server.api_schemas.training import Trainable
 from tinker_server.store.database import Database
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore

@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from api_schemas import wire
-from api_schemas.base import Request
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.old_clients.forward import ForwardRequest
-from api_schemas.sampling import SampleRequest, SamplingParams
-from api_schemas.sessions import CreateSessionRequest
-from api_schemas.training import (
+from tests.fakes import FakeBackend
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.base import Request
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.old_clients.forward import ForwardRequest
+from tinker_server.api_schemas.sampling import SampleRequest, SamplingParams
+from tinker_server.api_schemas.sessions import CreateSessionRequest
+from tinker_server.api_schemas.training import (
     CreateModelRequest,
     ForwardBackwardInput,
     ForwardBackwardRequest,
     LoraConfig,
     OptimStepRequest,
 )
-from api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
-from tests.fakes import FakeBackend
+from tinker_server.api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings

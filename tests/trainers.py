@@ -9,17 +9,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from api_schemas.inputs import Datum
-from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Mesh, ModelSpec
-from backends.protocol import EncodedBatch
-from backends.trainer import commands
-from backends.trainer.distributed import World
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, present
 from tests.specs import tiny_spec
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Mesh, ModelSpec
+from tinker_server.backends.protocol import EncodedBatch
+from tinker_server.backends.trainer import commands
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.rank import TrainerRank
 
 LORA = Trainable(rank=8, seed=1)
 # Adam's first step is nearly the sign of the gradient, which blows rounding up; a large eps makes it

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from tinker import types
 
-from api_schemas.inputs import Datum
-from backends.inputs.rendering import Renderer
 from tests.factories import MIXED, datum
 from tests.servers import Server, sdk_datum
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.backends.inputs.rendering import Renderer
 
 ADAM = types.AdamParams(learning_rate=3e-3)
 PLACEHOLDER = 320

@@ -22,30 +22,30 @@ from typing import Any
 
 import numpy as np
 
-from api_schemas import wire
-from api_schemas.inputs import EncodedTextChunk
-from api_schemas.sampling import SampledSequence, SampleResponse
-from api_schemas.training import ForwardBackwardOutput, OptimStepResponse
-from backends.formats.load_check import LoadCheck
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import Others
-from backends.processes.messages import STREAM_LIMIT, Outbox, read_message
-from backends.processes.rpc import Child, Process
-from backends.processes.spans import ANSWERED
-from backends.sampler import commands as engine_commands
-from backends.sampler.pool import SamplerPool
-from backends.trainer import commands as rank_commands
-from backends.trainer.client import TrainerClient
 from tests.fakes import FakeBackend
 from tests.specs import tiny_spec
 from tinker_server.__main__ import listen
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.inputs import EncodedTextChunk
+from tinker_server.api_schemas.sampling import SampledSequence, SampleResponse
+from tinker_server.api_schemas.training import ForwardBackwardOutput, OptimStepResponse
 from tinker_server.app import create_app
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import Others
+from tinker_server.backends.processes.messages import STREAM_LIMIT, Outbox, read_message
+from tinker_server.backends.processes.rpc import Child, Process
+from tinker_server.backends.processes.spans import ANSWERED
+from tinker_server.backends.sampler import commands as engine_commands
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer import commands as rank_commands
+from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.observability.progress import Processes
 from tinker_server.settings import Settings
 from tinker_server.web.server import Server
 
 ROOT = Path(__file__).parents[1]
-OURS = tuple(f"{ROOT / room}/" for room in ("api_schemas", "backends", "tinker_server"))
+OURS = f"{ROOT / 'tinker_server'}/"
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 """Newer Pythons have some of them inline."""
 BACKGROUND = {"housekeeping", "recording the machine's load", "restoring lost models"}

@@ -12,9 +12,9 @@ import socket
 import sys
 from collections.abc import Callable
 
-from backends.protocol import BackendFailed, Unavailable
 from tinker_server.app import create_app
 from tinker_server.auth import keys
+from tinker_server.backends.protocol import BackendFailed, Unavailable
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.commands.admin import administrate
 from tinker_server.commands.backup import back_up, restore

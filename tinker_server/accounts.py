@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from backends.processes.fair_queue import FairQueue
+from tinker_server.backends.processes.fair_queue import FairQueue
 from tinker_server.errors import Busy
 
 WAIT_S = 60.0

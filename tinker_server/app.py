@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from backends.configure.torchvision_check import require_torchvision
-from backends.protocol import Backend, Loading, OnLoading, ignore_loading
 from tinker_server.accounts import Records
 from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
 from tinker_server.auth.tokens import Tokens
+from tinker_server.backends.configure.torchvision_check import require_torchvision
+from tinker_server.backends.protocol import Backend, Loading, OnLoading, ignore_loading
 from tinker_server.chat.answering import Chats
 from tinker_server.dashboard import pages
 from tinker_server.errors import Superseded
@@ -192,7 +192,7 @@ def report(on_loading: OnLoading, doing: str) -> Iterator[None]:
 
 def _make_backend(settings: Settings, on_loading: OnLoading) -> Backend:
     require_torchvision()
-    from backends.configure.create import LocalBackend  # takes seconds, for it imports torch
+    from tinker_server.backends.configure.create import LocalBackend  # takes seconds, for it imports torch
 
     return LocalBackend(settings.resolve_backend(), on_loading)
 

@@ -13,10 +13,10 @@ from typing import NoReturn, TypeAlias
 import shtab
 from pydantic import ValidationError
 
-from backends.config import BackendConfig
 from tinker_server.auth import key_uses, keys
 from tinker_server.auth.described import describe_keys
 from tinker_server.auth.key import SCOPES
+from tinker_server.backends.config import BackendConfig
 from tinker_server.commands.tables import keys_table, show
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed

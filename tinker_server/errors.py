@@ -24,9 +24,9 @@ import logging
 import re
 import socket
 
-from api_schemas.futures import FutureFailed
-from api_schemas.wire import MalformedBody
-from backends.protocol import BackendFailed, InvalidInput, ModelLost
+from tinker_server.api_schemas.futures import FutureFailed
+from tinker_server.api_schemas.wire import MalformedBody
+from tinker_server.backends.protocol import BackendFailed, InvalidInput, ModelLost
 
 log = logging.getLogger(__name__)
 MAX_CHARACTERS = 4000

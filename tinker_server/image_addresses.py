@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from backends.processes.fair_threads import FairThreads
+from tinker_server.backends.processes.fair_threads import FairThreads
 from tinker_server.errors import BadRequest
 from tinker_server.image_hosts import fetch
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import httpx
 
-from backends.processes.fair_threads import FairThreads
+from tinker_server.backends.processes.fair_threads import FairThreads
 from tinker_server.errors import BadRequest
 
 FETCH_S = 10.0

@@ -8,7 +8,7 @@ own work, whose threads no owner can take.
 from collections.abc import Callable
 from typing import TypeVar
 
-from backends.processes.fair_threads import FairThreads
+from tinker_server.backends.processes.fair_threads import FairThreads
 
 T = TypeVar("T")
 INLINE_BYTES = 1 << 10

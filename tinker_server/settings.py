@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import URL
 
-from backends.config import BackendConfig
+from tinker_server.backends.config import BackendConfig
 from tinker_server.image_addresses import ImageAddresses
 
 

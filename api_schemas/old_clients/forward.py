@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from api_schemas.base import Request
-from api_schemas.fields import ModelId, SeqId
-from api_schemas.training import ForwardBackwardInput
+from tinker_server.api_schemas.base import Request
+from tinker_server.api_schemas.fields import ModelId, SeqId
+from tinker_server.api_schemas.training import ForwardBackwardInput
 
 
 class ForwardRequest(Request):

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.base import Response
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas.base import Response
 
 _TOPK_SENTINEL = -99999.0
 _SLICE = 1024

@@ -1,7 +1,7 @@
 """Answers that depend on the SDK's version."""
 
-from api_schemas.checkpoints import TYPES
-from api_schemas.weights import Kind
+from tinker_server.api_schemas.checkpoints import TYPES
+from tinker_server.api_schemas.weights import Kind
 
 FIRST_WITH_EXTERNAL = (0, 28)
 FIRST_WITH_UPLOAD_HEADERS = (0, 40)

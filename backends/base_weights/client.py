@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec
 
-from backends import tasks
-from backends.base_weights.commands import Hold
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import StartWorkers, launch_holders
-from backends.processes.rpc import Child
-from backends.processes.supervisor import GRACE_S, Supervisor
-from backends.protocol import OnLoading, ProcessState
+from tinker_server.backends import tasks
+from tinker_server.backends.base_weights.commands import Hold
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import StartWorkers, launch_holders
+from tinker_server.backends.processes.rpc import Child
+from tinker_server.backends.processes.supervisor import GRACE_S, Supervisor
+from tinker_server.backends.protocol import OnLoading, ProcessState
 
 P = ParamSpec("P")
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from backends.model_spec import ModelSpec
-from backends.processes.rpc import Command
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.rpc import Command
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.base_weights.name_map import View
-from backends.base_weights.shared_memory import SharedTensor
-from backends.formats.base_files import weight_files
-from backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed, packed_bytes
-from backends.protocol import BackendFailed
+from tinker_server.backends.base_weights.name_map import View
+from tinker_server.backends.base_weights.shared_memory import SharedTensor
+from tinker_server.backends.formats.base_files import weight_files
+from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed, packed_bytes
+from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
 GET_VIEWS = {"cmd": "get_views"}

@@ -12,12 +12,12 @@ import socket
 import sys
 from pathlib import Path
 
-from backends.cluster.handshake import connect
-from backends.cluster.lines import Lines
-from backends.cluster.offer import Offer
-from backends.cluster.token import read_token
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import Guarded, Seat, launch_at, restore_environment
+from tinker_server.backends.cluster.handshake import connect
+from tinker_server.backends.cluster.lines import Lines
+from tinker_server.backends.cluster.offer import Offer
+from tinker_server.backends.cluster.token import read_token
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import Guarded, Seat, launch_at, restore_environment
 
 _LAST_WORDS_S = 0.1
 """Time for the server to read the answers that a process sent just before it ended."""

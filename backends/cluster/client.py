@@ -17,20 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from backends.cluster.commands import EndProcess, StartHead, StartProcess, UseRay
-from backends.cluster.fetching import give
-from backends.cluster.handshake import HANDSHAKE_S, Connection, accept
-from backends.cluster.lines import show
-from backends.cluster.offer import Invitation, Offer
-from backends.cluster.ray_commands import ray_environment
-from backends.cluster.token import make_token
-from backends.cluster.versions import differences, require_ray, versions
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import Seat, launch, rank_name, sampler_name
-from backends.processes.messages import STREAM_LIMIT
-from backends.processes.rpc import Child, Process
-from backends.processes.supervisor import Supervisor
-from backends.protocol import BackendFailed, NodeState, OnLoading, ProcessState
+from tinker_server.backends.cluster.commands import EndProcess, StartHead, StartProcess, UseRay
+from tinker_server.backends.cluster.fetching import give
+from tinker_server.backends.cluster.handshake import HANDSHAKE_S, Connection, accept
+from tinker_server.backends.cluster.lines import show
+from tinker_server.backends.cluster.offer import Invitation, Offer
+from tinker_server.backends.cluster.ray_commands import ray_environment
+from tinker_server.backends.cluster.token import make_token
+from tinker_server.backends.cluster.versions import differences, require_ray, versions
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import Seat, launch, rank_name, sampler_name
+from tinker_server.backends.processes.messages import STREAM_LIMIT
+from tinker_server.backends.processes.rpc import Child, Process
+from tinker_server.backends.processes.supervisor import Supervisor
+from tinker_server.backends.protocol import BackendFailed, NodeState, OnLoading, ProcessState
 
 log = logging.getLogger(__name__)
 _END_S = 5.0
@@ -190,7 +190,7 @@ class Cluster:
 
     async def _launch(self) -> list[Child]:
         env = ray_environment(self.token_file) if self.existing is None else {}
-        return [await launch("cluster head", "backends.cluster.head", env)]
+        return [await launch("cluster head", "tinker_server.backends.cluster.head", env)]
 
     async def _load(self, children: list[Child]) -> None:
         for node in self.nodes.values():  # their Ray belonged to the head before

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from backends.cluster.offer import Invitation, Offer
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import Seat
-from backends.processes.rpc import Command
+from tinker_server.backends.cluster.offer import Invitation, Offer
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import Seat
+from tinker_server.backends.processes.rpc import Command
 
 
 @dataclass(frozen=True)

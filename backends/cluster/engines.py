@@ -6,14 +6,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from backends.cluster.client import Node, StartThere
-from backends.cluster.offer import Offer
-from backends.config import BackendConfig
-from backends.configure.gpus import smallest_gpu
-from backends.model_spec import ModelSpec
-from backends.protocol import BackendFailed
-from backends.sampler.client import EngineClient, Sending
-from backends.sampler.pool import SamplerPool
+from tinker_server.backends.cluster.client import Node, StartThere
+from tinker_server.backends.cluster.offer import Offer
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.gpus import smallest_gpu
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler.client import EngineClient, Sending
+from tinker_server.backends.sampler.pool import SamplerPool
 
 SAME_GPU = 0.98
 """Part of a GPU's memory that another of the same kind may have less."""

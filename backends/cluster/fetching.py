@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from backends.cluster.handshake import Connection, connect
-from backends.formats.base_files import find_needed_files
-from backends.formats.model_files import fingerprint
-from backends.protocol import BackendFailed
+from tinker_server.backends.cluster.handshake import Connection, connect
+from tinker_server.backends.formats.base_files import find_needed_files
+from tinker_server.backends.formats.model_files import fingerprint
+from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20

@@ -13,9 +13,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from backends.cluster.token import is_proof, proof
-from backends.processes.messages import STREAM_LIMIT
-from backends.protocol import BackendFailed, Unavailable
+from tinker_server.backends.cluster.token import is_proof, proof
+from tinker_server.backends.processes.messages import STREAM_LIMIT
+from tinker_server.backends.protocol import BackendFailed, Unavailable
 
 HANDSHAKE_S = 10.0
 """Longest wait for the other machine's next line."""

@@ -1,4 +1,5 @@
-"""Run the process that has Ray's head beneath it, or uses a Ray that was there before: `python -m backends.cluster.head
+"""Run the process that has Ray's head beneath it, or uses a Ray that was there before: `python -m
+tinker_server.backends.cluster.head
 FD`. Only it imports Ray."""
 
 import asyncio
@@ -9,12 +10,12 @@ from functools import partial
 
 import ray
 
-from backends.cluster.commands import EndProcess, StartHead, StartProcess, UseRay
-from backends.cluster.nodes import Agents, Members
-from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running, require_guarded
-from backends.processes.launcher import Guarded
-from backends.processes.rpc import OnPart, serve_async
-from backends.protocol import BackendFailed
+from tinker_server.backends.cluster.commands import EndProcess, StartHead, StartProcess, UseRay
+from tinker_server.backends.cluster.nodes import Agents, Members
+from tinker_server.backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running, require_guarded
+from tinker_server.backends.processes.launcher import Guarded
+from tinker_server.backends.processes.rpc import OnPart, serve_async
+from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
 HEAD = "head"

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from backends.cluster.fetching import fetch_files
-from backends.cluster.handshake import Connection, Unreachable, connect
-from backends.cluster.offer import Offer
-from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_environment, ray_running
-from backends.cluster.token import read_token
-from backends.cluster.versions import require_ray, versions
-from backends.configure.gpus import all_gpus
-from backends.formats.model_files import fingerprint, local_directory
-from backends.processes.launcher import read_environment
+from tinker_server.backends.cluster.fetching import fetch_files
+from tinker_server.backends.cluster.handshake import Connection, Unreachable, connect
+from tinker_server.backends.cluster.offer import Offer
+from tinker_server.backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_environment, ray_running
+from tinker_server.backends.cluster.token import read_token
+from tinker_server.backends.cluster.versions import require_ray, versions
+from tinker_server.backends.configure.gpus import all_gpus
+from tinker_server.backends.formats.model_files import fingerprint, local_directory
+from tinker_server.backends.processes.launcher import read_environment
 
 log = logging.getLogger(__name__)
 _SOON_S = 30.0

@@ -12,8 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from backends.cluster.handshake import Connection, connect
-from backends.protocol import BackendFailed
+from tinker_server.backends.cluster.handshake import Connection, connect
+from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
 LOG = "engines.log"

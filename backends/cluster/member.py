@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from backends.cluster.handshake import connect
-from backends.cluster.offer import Invitation
-from backends.cluster.versions import versions
-from backends.files import make_directory, write_private
-from backends.processes.launcher import parents_environment
+from tinker_server.backends.cluster.handshake import connect
+from tinker_server.backends.cluster.offer import Invitation
+from tinker_server.backends.cluster.versions import versions
+from tinker_server.backends.files import make_directory, write_private
+from tinker_server.backends.processes.launcher import parents_environment
 
 
 class Member:
@@ -21,7 +21,7 @@ class Member:
 
     async def belong(self) -> bool:
         """Belong until the connection ends; return whether this machine was asked to leave. Raises BackendFailed."""
-        from backends.cluster.join import await_leave, offer_of  # slow to import: brings transformers
+        from tinker_server.backends.cluster.join import await_leave, offer_of  # slow to import: brings transformers
 
         asked = self._invitation
         data_dir = asked.data_dir / self._name

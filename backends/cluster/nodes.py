@@ -11,12 +11,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from backends.cluster.agent import Agent
-from backends.cluster.commands import EndProcess, StartProcess
-from backends.cluster.member import Member
-from backends.cluster.offer import Invitation, Offer
-from backends.cluster.ray_commands import NODE_LABEL
-from backends.protocol import BackendFailed
+from tinker_server.backends.cluster.agent import Agent
+from tinker_server.backends.cluster.commands import EndProcess, StartProcess
+from tinker_server.backends.cluster.member import Member
+from tinker_server.backends.cluster.offer import Invitation, Offer
+from tinker_server.backends.cluster.ray_commands import NODE_LABEL
+from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
 _RETRY_S = 0.3

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from backends.processes.launcher import Guarded
-from backends.protocol import BackendFailed
+from tinker_server.backends.processes.launcher import Guarded
+from tinker_server.backends.protocol import BackendFailed
 
 NODE_LABEL = "tinker-node"
 """Label by which Ray knows a node's name in the cluster."""

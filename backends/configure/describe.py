@@ -6,26 +6,33 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from backends.config import BackendConfig
-from backends.configure.memory_plan import Demand, Machine, MemoryPlan
-from backends.configure.model_size import ModelSize, model_size
-from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
-from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
-from backends.configure.supported import Support
-from backends.families.coverage import check_coverage, fp8_linears
-from backends.families.rotation import check_rotation
-from backends.formats import block_fp8
-from backends.formats.base_files import text_files
-from backends.formats.model_files import (
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.memory_plan import Demand, Machine, MemoryPlan
+from tinker_server.backends.configure.model_size import ModelSize, model_size
+from tinker_server.backends.configure.nearest_fit import idle_gpus, plan_or_suggest
+from tinker_server.backends.configure.placement import (
+    CONTEXTS,
+    LORA_RANKS,
+    MICROBATCH_TOKENS,
+    MOST_MODELS,
+    placement,
+    this_machine,
+)
+from tinker_server.backends.configure.supported import Support
+from tinker_server.backends.families.coverage import check_coverage, fp8_linears
+from tinker_server.backends.families.rotation import check_rotation
+from tinker_server.backends.formats import block_fp8
+from tinker_server.backends.formats.base_files import text_files
+from tinker_server.backends.formats.model_files import (
     check_tokenizer,
     count_parameters,
     fingerprint,
     local_directory,
     quantisation,
 )
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Device, Mesh, ModelSpec
-from backends.protocol import BackendFailed
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Device, Mesh, ModelSpec
+from tinker_server.backends.protocol import BackendFailed
 
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""

@@ -6,18 +6,25 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch, FittingCards, MemoryPart
-from backends.configure.describe import FoundModel, chosen_device, find, planned
-from backends.configure.fitting_cards import fitting_cards
-from backends.configure.gpus import cards
-from backends.configure.memory_plan import Machine
-from backends.configure.placement import this_machine
-from backends.families import linear_attention, registry, tower_patches
-from backends.formats.model_files import local_directory
-from backends.kernels.targets import DELTA_RULE, OPERATORS
-from backends.protocol import BackendFailed
-from backends.sampler.engine.vllm_patches import targets as of_vllm
-from backends.trainer.model import targets as of_trainer
+from tinker_server.backends.config import (
+    BackendConfig,
+    Examination,
+    ExaminedModel,
+    ExaminedPatch,
+    FittingCards,
+    MemoryPart,
+)
+from tinker_server.backends.configure.describe import FoundModel, chosen_device, find, planned
+from tinker_server.backends.configure.fitting_cards import fitting_cards
+from tinker_server.backends.configure.gpus import cards
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.configure.placement import this_machine
+from tinker_server.backends.families import linear_attention, registry, tower_patches
+from tinker_server.backends.formats.model_files import local_directory
+from tinker_server.backends.kernels.targets import DELTA_RULE, OPERATORS
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler.engine.vllm_patches import targets as of_vllm
+from tinker_server.backends.trainer.model import targets as of_trainer
 
 PATCHES = [
     *of_vllm.PATCHES,

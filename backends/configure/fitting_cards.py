@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from backends.config import BackendConfig, FittingCards
-from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import Machine
-from backends.configure.model_size import ModelSize
-from backends.configure.placement import CONTEXTS, make_plan
-from backends.protocol import BackendFailed
+from tinker_server.backends.config import BackendConfig, FittingCards
+from tinker_server.backends.configure.gpus import CARDS_GIB, cards
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.configure.model_size import ModelSize
+from tinker_server.backends.configure.placement import CONTEXTS, make_plan
+from tinker_server.backends.protocol import BackendFailed
 
 _COUNTS = (1, 2, 4, 8)
 _SHORT_CONTEXT = 16384

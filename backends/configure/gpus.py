@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pynvml
 
-from backends.processes.launcher import gpu_names, num_visible_gpus
-from backends.protocol import BackendFailed, GpuState
+from tinker_server.backends.processes.launcher import gpu_names, num_visible_gpus
+from tinker_server.backends.protocol import BackendFailed, GpuState
 
 CARDS_GIB = {
     "L4": 22.0,

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from backends.config import MemoryPart, Process
-from backends.configure.model_size import ModelSize
-from backends.configure.small_cards import LARGEST_IMAGE_TOKENS
-from backends.model_spec import ENGINE_GRAPHS_BYTES, ENGINE_TOKENS
-from backends.trainer.lora.adapters import buffer_rank
-from backends.trainer.model.recompute import MARGIN
-from backends.trainer.optimizer import TRIED_AT_ONCE
-from backends.trainer.step.batch_request import MAX_SUMMED_RANK
+from tinker_server.backends.config import MemoryPart, Process
+from tinker_server.backends.configure.model_size import ModelSize
+from tinker_server.backends.configure.small_cards import LARGEST_IMAGE_TOKENS
+from tinker_server.backends.model_spec import ENGINE_GRAPHS_BYTES, ENGINE_TOKENS
+from tinker_server.backends.trainer.lora.adapters import buffer_rank
+from tinker_server.backends.trainer.model.recompute import MARGIN
+from tinker_server.backends.trainer.optimizer import TRIED_AT_ONCE
+from tinker_server.backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
 GIB = 1 << 30
 TRAINER_CONTEXT_BYTES = 3 << 28

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from api_schemas.training import Layout
-from backends.families.coverage import ImageToken, LoraMatrices, Numbers, image_token
-from backends.formats.model_files import (
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.families.coverage import ImageToken, LoraMatrices, Numbers, image_token
+from tinker_server.backends.formats.model_files import (
     BYTES_PER_NUMBER,
     head_width,
     kv_bytes_per_token,
     linear_attention,
     state_bytes_per_sequence,
 )
-from backends.model_spec import Dtype
-from backends.trainer.model.sample_chunks import CHUNK
-from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
+from tinker_server.backends.model_spec import Dtype
+from tinker_server.backends.trainer.model.sample_chunks import CHUNK
+from tinker_server.backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 
 TRAINED_IMAGE_TOKENS = 1024
 """Tokens of the largest image for whose backward through the vision tower there is room in any case. A larger one needs

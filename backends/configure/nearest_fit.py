@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from backends.config import BackendConfig
-from backends.configure.asked_gpus import Contradiction
-from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import GIB, Machine, MemoryPlan
-from backends.configure.model_size import ModelSize
-from backends.configure.placement import CONTEXTS, LORA_RANKS, make_plan
-from backends.model_spec import Device
-from backends.protocol import BackendFailed
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.asked_gpus import Contradiction
+from tinker_server.backends.configure.gpus import CARDS_GIB, cards
+from tinker_server.backends.configure.memory_plan import GIB, Machine, MemoryPlan
+from tinker_server.backends.configure.model_size import ModelSize
+from tinker_server.backends.configure.placement import CONTEXTS, LORA_RANKS, make_plan
+from tinker_server.backends.model_spec import Device
+from tinker_server.backends.protocol import BackendFailed
 
 _CONTEXT_STEP, _LEAST_CONTEXT = 1024, 1024
 _MOST_CARDS = 8

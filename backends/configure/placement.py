@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
-from backends.config import BackendConfig, MemoryPart
-from backends.configure.asked_gpus import require_gpus, require_slices, set_ranks, usable_bytes
-from backends.configure.memory_plan import (
+from tinker_server.backends.config import BackendConfig, MemoryPart
+from tinker_server.backends.configure.asked_gpus import require_gpus, require_slices, set_ranks, usable_bytes
+from tinker_server.backends.configure.memory_plan import (
     GIB,
     Demand,
     Layout,
@@ -30,11 +30,11 @@ from backends.configure.memory_plan import (
     least_activation_bytes,
     plan_parts,
 )
-from backends.configure.model_size import ModelSize
-from backends.configure.small_cards import engine_steps
-from backends.model_spec import Device, Placement
-from backends.processes.heap import free_main_bytes
-from backends.protocol import BackendFailed
+from tinker_server.backends.configure.model_size import ModelSize
+from tinker_server.backends.configure.small_cards import engine_steps
+from tinker_server.backends.model_spec import Device, Placement
+from tinker_server.backends.processes.heap import free_main_bytes
+from tinker_server.backends.protocol import BackendFailed
 
 CONTEXTS = {"cpu": (8192,), "cuda": (32768, 28672, 24576, 20480, 16384, 12288, 8192)}
 """Contexts that are tried where none is set."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backends.config import BackendConfig
-from backends.model_spec import ENGINE_TOKENS, Device
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.model_spec import ENGINE_TOKENS, Device
 
 _SMALL_BYTES = 28 << 30
 """GPUs with less memory are small: below this lie cards of 24 GiB, above it those of 32."""

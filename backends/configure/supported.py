@@ -4,13 +4,13 @@ refused by name."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from backends.config import BackendConfig
-from backends.families.coverage import Numbers
-from backends.formats.block_fp8 import is_in_blocks
-from backends.formats.model_files import linear_attention, quantisation
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Device, Dtype
-from backends.protocol import BackendFailed
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.families.coverage import Numbers
+from tinker_server.backends.formats.block_fp8 import is_in_blocks
+from tinker_server.backends.formats.model_files import linear_attention, quantisation
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Device, Dtype
+from tinker_server.backends.protocol import BackendFailed
 
 MOST_RANKS = 64
 """Ranks of an engine, and of a trainer that compute a microbatch together, up to which all numbers are tried."""

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from backends.protocol import BackendFailed
+from tinker_server.backends.protocol import BackendFailed
 
 
 def require_torchvision() -> None:

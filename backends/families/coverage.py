@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from api_schemas.training import Layout
-from backends.families.family import Family
-from backends.families.lora_names import has_stacked_experts, service_adapters, trained_modules
-from backends.formats.block_fp8 import SCALE
-from backends.formats.model_files import tensor_layouts
-from backends.protocol import BackendFailed
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.families.family import Family
+from tinker_server.backends.families.lora_names import has_stacked_experts, service_adapters, trained_modules
+from tinker_server.backends.formats.block_fp8 import SCALE
+from tinker_server.backends.formats.model_files import tensor_layouts
+from tinker_server.backends.protocol import BackendFailed
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-from backends.families.family import EngineField, ImageSpan
-from backends.families.processors import ImageProcessor
-from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
-from backends.protocol import BackendFailed
+from tinker_server.backends.families.family import EngineField, ImageSpan
+from tinker_server.backends.families.processors import ImageProcessor
+from tinker_server.backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
+from tinker_server.backends.protocol import BackendFailed
 
 ARCHITECTURES = ("InternVLForConditionalGeneration",)
 BEGIN, END, CONTEXT = "<img>", "</img>", "<IMG_CONTEXT>"

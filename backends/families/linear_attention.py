@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from backends.families.rows import Rows
-from backends.patches import Patch
+from tinker_server.backends.families.rows import Rows
+from tinker_server.backends.patches import Patch
 
 GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Input projections of the decay and of beta: a row for each head."""

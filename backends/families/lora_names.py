@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from backends.families import deepseek_v3
-from backends.families.family import Family, LoraFlag, TowerLora
-from backends.families.gpt_oss import ARCHITECTURE, has_own_experts
-from backends.families.gpt_oss.experts import BiasedExperts
-from backends.families.linear_attention import GATES, rows_of_inputs
-from backends.families.rows import Rows
+from tinker_server.backends.families import deepseek_v3
+from tinker_server.backends.families.family import Family, LoraFlag, TowerLora
+from tinker_server.backends.families.gpt_oss import ARCHITECTURE, has_own_experts
+from tinker_server.backends.families.gpt_oss.experts import BiasedExperts
+from tinker_server.backends.families.linear_attention import GATES, rows_of_inputs
+from tinker_server.backends.families.rows import Rows
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")

@@ -9,8 +9,8 @@ import math
 from torch import nn
 from transformers import PretrainedConfig
 
-from backends.formats.model_files import quantisation, require_fields
-from backends.patches import Patch, require_as_written
+from tinker_server.backends.formats.model_files import quantisation, require_fields
+from tinker_server.backends.patches import Patch, require_as_written
 
 ARCHITECTURE = "NemotronHForCausalLM"
 ROUTER = "model.layers.*.mixer.gate"

@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from backends.kernels.pinned_copy import to_device
-from backends.protocol import BackendFailed
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.protocol import BackendFailed
 
 _VALUES_AT_ONCE = 1 << 24
 """Values normalised at once, which are float32 for a moment."""

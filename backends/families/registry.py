@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from backends.families import deepseek_v3, gemma, gpt_oss, internvl, nemotron_h, qwen, smolvlm, text
-from backends.families.family import Family
-from backends.formats import block_fp8
-from backends.formats.model_files import quantisation
-from backends.protocol import BackendFailed
+from tinker_server.backends.families import deepseek_v3, gemma, gpt_oss, internvl, nemotron_h, qwen, smolvlm, text
+from tinker_server.backends.families.family import Family
+from tinker_server.backends.formats import block_fp8
+from tinker_server.backends.formats.model_files import quantisation
+from tinker_server.backends.protocol import BackendFailed
 
 WITH_IMAGES: dict[str, Callable[[PretrainedConfig, str], Family]] = {
     **dict.fromkeys(qwen.ARCHITECTURES, qwen.Qwen3VL),

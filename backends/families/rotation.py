@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from backends.protocol import BackendFailed
+from tinker_server.backends.protocol import BackendFailed
 
 
 def check_rotation(text_config: PretrainedConfig, context: int, source: str) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
-from backends.families.family import EngineField, ImageSpan
-from backends.families.processors import ImageProcessor
-from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
-from backends.protocol import BackendFailed
+from tinker_server.backends.families.family import EngineField, ImageSpan
+from tinker_server.backends.families.processors import ImageProcessor
+from tinker_server.backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
+from tinker_server.backends.protocol import BackendFailed
 
 ARCHITECTURES = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")
 AROUND, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"

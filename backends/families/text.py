@@ -6,9 +6,9 @@ import numpy as np
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from backends.families import deepseek_v3, gpt_oss, nemotron_h
-from backends.families.family import ImageSpan, LoraFlag
-from backends.families.lora_names import decoder_modules
+from tinker_server.backends.families import deepseek_v3, gpt_oss, nemotron_h
+from tinker_server.backends.families.family import ImageSpan, LoraFlag
+from tinker_server.backends.families.lora_names import decoder_modules
 
 _ROUTER = "model.layers.*.mlp.gate"
 _SHARED_EXPERT_GATE = "model.layers.*.mlp.shared_expert_gate"

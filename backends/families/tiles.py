@@ -14,10 +14,10 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedM
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from backends.families.family import ImageFeatures, ImageSpan, LoraFlag, RenderedImage
-from backends.families.lora_names import decoder_modules
-from backends.kernels.pinned_copy import to_device
-from backends.protocol import BackendFailed
+from tinker_server.backends.families.family import ImageFeatures, ImageSpan, LoraFlag, RenderedImage
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.protocol import BackendFailed
 
 _AT_ONCE = 128
 """Tiles in one call of the tower."""

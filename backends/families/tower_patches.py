@@ -1,8 +1,8 @@
 """The methods of transformers' vision towers that are replaced in one model, and the code that they were written
 for."""
 
-from backends.patches import Patch
-from backends.protocol import BackendFailed
+from tinker_server.backends.patches import Patch
+from tinker_server.backends.protocol import BackendFailed
 
 _FEATURES = "What the frozen tower makes of an image is cached by content."
 _EMBED = "The embedding of patches as one product: as nn.Conv3d it takes nine tenths of the tower's time on a GPU."

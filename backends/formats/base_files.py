@@ -16,7 +16,7 @@ from typing import Any
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-from backends.protocol import BackendFailed
+from tinker_server.backends.protocol import BackendFailed
 
 CONFIG_FILE = "config.json"
 OTHER_LAYOUTS = ["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backends.formats.model_files import tensor_layouts
-from backends.kernels.cards import choices_on
-from backends.protocol import BackendFailed
+from tinker_server.backends.formats.model_files import tensor_layouts
+from tinker_server.backends.kernels.cards import choices_on
+from tinker_server.backends.protocol import BackendFailed
 
 BLOCK = 128
 SCALE = "_scale_inv"
@@ -111,7 +111,7 @@ def unpack(weight_B: Tensor, found_NK: Tensor) -> Tensor:
     """Write the dequantised matrix to `found_NK`, which is contiguous, and return it."""
     numbers_NK, scale_IJ = halves(weight_B, *found_NK.shape)
     if _has_kernel(found_NK.device):
-        from backends.kernels.fp8 import dequantise
+        from tinker_server.backends.kernels.fp8 import dequantise
 
         return dequantise(numbers_NK, scale_IJ, BLOCK, found_NK)
     for first in range(0, len(scale_IJ), _BLOCKS_AT_ONCE):
@@ -128,7 +128,7 @@ def multiplies(x_MK: Tensor, num_outputs: int) -> bool:
 
 def multiply(x_MK: Tensor, weight_B: Tensor, found_MN: Tensor) -> None:
     """Write x W^T to `found_MN`, whose rows may have a gap between them; W is the dequantised matrix."""
-    from backends.kernels.fp8 import product
+    from tinker_server.backends.kernels.fp8 import product
 
     numbers_NK, scale_IJ = halves(weight_B, found_MN.shape[1], x_MK.shape[1])
     product(x_MK.contiguous(), numbers_NK, scale_IJ, BLOCK, found_MN)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.inputs.rendering import Rendered
+from tinker_server.backends.inputs.rendering import Rendered
 
 log = logging.getLogger(__name__)
 _MAX_BYTES = 4 << 30

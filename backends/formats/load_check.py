@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from backends.model_spec import ModelSpec
-from backends.protocol import BackendFailed, InvalidInput
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
 
 _KEY = "canary"
 _NUM_TOKENS, _PERIOD = 15, 5

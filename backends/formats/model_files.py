@@ -20,7 +20,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PretrainedConfig
 
-from backends.formats.base_files import (
+from tinker_server.backends.formats.base_files import (
     CONFIG_FILE,
     OTHER_LAYOUTS,
     find_needed_files,
@@ -28,7 +28,7 @@ from backends.formats.base_files import (
     text_files,
     weight_files,
 )
-from backends.protocol import BackendFailed, Unavailable
+from tinker_server.backends.protocol import BackendFailed, Unavailable
 
 log = logging.getLogger(__name__)
 _MB = 1e6

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from api_schemas.divided_linears import DividedLinear, parts_of_whole
-from backends.protocol import InvalidInput
+from tinker_server.api_schemas.divided_linears import DividedLinear, parts_of_whole
+from tinker_server.backends.protocol import InvalidInput
 
 
 def take_part(name: str, whole: str, read: Callable[[str], Tensor], divided: Mapping[str, DividedLinear]) -> Tensor:

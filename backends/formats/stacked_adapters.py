@@ -19,10 +19,10 @@ from typing import Protocol
 from safetensors import safe_open
 from torch import Tensor
 
-from api_schemas.adapter_names import is_stack
-from api_schemas.divided_linears import from_header, parts_of_whole
-from backends.formats.part_of_whole import take_part
-from backends.protocol import ADAPTER_FILE
+from tinker_server.api_schemas.adapter_names import is_stack
+from tinker_server.api_schemas.divided_linears import from_header, parts_of_whole
+from tinker_server.backends.formats.part_of_whole import take_part
+from tinker_server.backends.protocol import ADAPTER_FILE
 
 _KEY, _NUM_FILES = "stacks", "stack_files"
 _MOST_FILES, _FILE_BYTES = 4, 1 << 24

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from backends.families.family import ImageSpan, RenderedImage, Vision
-from backends.families.registry import find_family
-from backends.inputs.images import BadImage, decode, open_image, size_of
-from backends.inputs.prefetch import Prefetcher
-from backends.lru import LRU
-from backends.protocol import InvalidInput
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.backends.families.family import ImageSpan, RenderedImage, Vision
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.inputs.images import BadImage, decode, open_image, size_of
+from tinker_server.backends.inputs.prefetch import Prefetcher
+from tinker_server.backends.lru import LRU
+from tinker_server.backends.protocol import InvalidInput
 
 _PREFETCH_BYTES = 1 << 28
 MAX_LARGEST_IMAGES = 10

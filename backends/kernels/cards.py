@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.protocol import BackendFailed
+from tinker_server.backends.protocol import BackendFailed
 
 Capability = tuple[int, int]
 

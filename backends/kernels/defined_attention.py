@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from backends.protocol import BackendFailed
+from tinker_server.backends.protocol import BackendFailed
 
 CLOSE = 0.02
 """Largest relative distance of a kernel to another: 0.004 on an H100."""

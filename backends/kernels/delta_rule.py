@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.kernels.autograd import Context
-from backends.kernels.cards import choices_on
-from backends.kernels.targets import DELTA_RULE
-from backends.patches import require_as_written
-from backends.protocol import BackendFailed
+from tinker_server.backends.kernels.autograd import Context
+from tinker_server.backends.kernels.cards import choices_on
+from tinker_server.backends.kernels.targets import DELTA_RULE
+from tinker_server.backends.patches import require_as_written
+from tinker_server.backends.protocol import BackendFailed
 
 CHUNK = 64
 """C."""
@@ -133,7 +133,9 @@ def packed_delta_rule_backward(  # noqa: PLR0913
 def _gradients(
     grad_THV: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], saved: tuple[Tensor, Tensor], cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from backends.kernels.delta_rule_gradients import of_queries_and_keys  # Triton is there only with CUDA
+    from tinker_server.backends.kernels.delta_rule_gradients import (
+        of_queries_and_keys,  # Triton is there only with CUDA
+    )
 
     (query_THK, key_THK, value_THV, beta_TH), (passed_TH, solved_THC) = inputs, saved
     bounds, indices = chunk_indices(cu_seqlens, len(query_THK))

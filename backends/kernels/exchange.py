@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.kernels.autograd import Context
+from tinker_server.backends.kernels.autograd import Context
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """By name: an operator takes no group."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backends.kernels.autograd import Context
+from tinker_server.backends.kernels.autograd import Context
 
 
 def rotate(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What the kernels call of torch and flash-linear-attention that is private there."""
 
-from backends.patches import Patch
+from tinker_server.backends.patches import Patch
 
 _WHY = "A private operator that is called here by position; its schema says what the arguments mean."
 OPERATORS = [

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.kernels.autograd import Context
-from backends.kernels.cards import choices_on
-from backends.kernels.defined_attention import (
+from tinker_server.backends.kernels.autograd import Context
+from tinker_server.backends.kernels.cards import choices_on
+from tinker_server.backends.kernels.defined_attention import (
     CLOSE,
     TESTED_IMAGE,
     TESTED_WINDOWS,
@@ -37,9 +37,9 @@ from backends.kernels.defined_attention import (
     random_samples,
     require_as_defined,
 )
-from backends.kernels.flash_attention import Flash, Kernel, Span
-from backends.kernels.shared_prefix import Level, add_prefix_gradients, add_prefixes, levels, tables
-from backends.kernels.whole_images import add_later_gradients, add_later_tokens
+from tinker_server.backends.kernels.flash_attention import Flash, Kernel, Span
+from tinker_server.backends.kernels.shared_prefix import Level, add_prefix_gradients, add_prefixes, levels, tables
+from tinker_server.backends.kernels.whole_images import add_later_gradients, add_later_tokens
 
 log = logging.getLogger(__name__)
 LONG = 4096

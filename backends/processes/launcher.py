@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-from backends.model_spec import ModelSpec
-from backends.processes.messages import STREAM_LIMIT
-from backends.processes.rpc import Child, Process
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.messages import STREAM_LIMIT
+from tinker_server.backends.processes.rpc import Child, Process
 
 log = logging.getLogger(__name__)
 IMAGES_AS_SENT = "images-as-sent"
@@ -64,7 +64,7 @@ class Others:
 NO_OTHERS = Others()
 StartRanks = Callable[[ModelSpec, Others], Awaitable[list[Child]]]
 """As StartWorkers, for a trainer with ranks on other machines too."""
-_RANK, _SAMPLER = "backends.trainer.process", "backends.sampler.engine.process"
+_RANK, _SAMPLER = "tinker_server.backends.trainer.process", "tinker_server.backends.sampler.engine.process"
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of collectives, with what stands before its whole name."""
 _SIOCGIFADDR = 0x8915
@@ -310,7 +310,9 @@ async def launch_holders(spec: ModelSpec) -> list[Child]:
         env = _for_vllm(spec, () if gpu is None else (gpu,))
         # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
-        return [await launch(f"weights {spec.name}{number}", "backends.sampler.engine.weight_holder", env)]
+        return [
+            await launch(f"weights {spec.name}{number}", "tinker_server.backends.sampler.engine.weight_holder", env)
+        ]
 
     return await _all_or_none(map(launch_holder, spec.base_gpus))
 

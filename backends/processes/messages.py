@@ -10,7 +10,7 @@ import socket
 import struct
 from typing import Any
 
-from backends.protocol import InvalidInput
+from tinker_server.backends.protocol import InvalidInput
 
 _LENGTH = struct.Struct("<Q")
 _LARGE_BYTES = 64 << 10

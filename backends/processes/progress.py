@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from backends.protocol import Loading
+from tinker_server.backends.protocol import Loading
 
 _PAUSE_S = 0.1
 """Time between two reports of bytes."""

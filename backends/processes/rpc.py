@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Never, TypeVar
 
-from backends.processes.messages import STREAM_LIMIT, Outbox, parts, read_message, receive
-from backends.processes.spans import ANSWERED, UNANSWERED, ProcessSpan, emit
-from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
+from tinker_server.backends.processes.messages import STREAM_LIMIT, Outbox, parts, read_message, receive
+from tinker_server.backends.processes.spans import ANSWERED, UNANSWERED, ProcessSpan, emit
+from tinker_server.backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

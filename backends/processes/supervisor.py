@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from backends import tasks
-from backends.processes.rpc import STOP_S, Child, ChildBroke, ChildDied, Command
-from backends.protocol import BackendFailed, Loading, OnLoading, ProcessState, ignore_loading
+from tinker_server.backends import tasks
+from tinker_server.backends.processes.rpc import STOP_S, Child, ChildBroke, ChildDied, Command
+from tinker_server.backends.protocol import BackendFailed, Loading, OnLoading, ProcessState, ignore_loading
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

@@ -6,13 +6,13 @@ that do not decode.
 
 from typing import TYPE_CHECKING
 
-from api_schemas.inputs import ImageChunk, TensorData
-from api_schemas.sampling import SampleRequest, SamplingParams
-from backends.model_spec import DRAWN_TOKENS
-from backends.protocol import InvalidInput, PromptSize
+from tinker_server.api_schemas.inputs import ImageChunk, TensorData
+from tinker_server.api_schemas.sampling import SampleRequest, SamplingParams
+from tinker_server.backends.model_spec import DRAWN_TOKENS
+from tinker_server.backends.protocol import InvalidInput, PromptSize
 
 if TYPE_CHECKING:  # it imports torch
-    from backends.inputs.rendering import Renderer
+    from tinker_server.backends.inputs.rendering import Renderer
 
 MAX_TOPK = 100
 """Largest number of likeliest, chosen or drawn tokens per position, of each."""

@@ -15,17 +15,25 @@ from typing import TypeVar
 
 import numpy as np
 
-from api_schemas.inputs import ModelInput
-from api_schemas.sampling import SampleRequest, SamplingParams
-from backends.formats.load_check import BASE_TOKENS, LoadCheck, compare, text_input
-from backends.model_spec import ModelSpec
-from backends.processes.crash_isolation import CrashIsolation, Suspect
-from backends.processes.launcher import StartWorkers
-from backends.processes.rpc import Child, Command, OnPart, WeightsAbsent
-from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import BackendFailed, EngineUse, Loading, OnLoading, SamplingTask
-from backends.sampler.commands import CountProgress, CountSequences, Receive, Sample, ShareRunning, Start, weights_of
-from backends.sampler.received import read_files
+from tinker_server.api_schemas.inputs import ModelInput
+from tinker_server.api_schemas.sampling import SampleRequest, SamplingParams
+from tinker_server.backends.formats.load_check import BASE_TOKENS, LoadCheck, compare, text_input
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.crash_isolation import CrashIsolation, Suspect
+from tinker_server.backends.processes.launcher import StartWorkers
+from tinker_server.backends.processes.rpc import Child, Command, OnPart, WeightsAbsent
+from tinker_server.backends.processes.supervisor import Silence, Supervisor
+from tinker_server.backends.protocol import BackendFailed, EngineUse, Loading, OnLoading, SamplingTask
+from tinker_server.backends.sampler.commands import (
+    CountProgress,
+    CountSequences,
+    Receive,
+    Sample,
+    ShareRunning,
+    Start,
+    weights_of,
+)
+from tinker_server.backends.sampler.received import read_files
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

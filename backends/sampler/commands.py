@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from api_schemas.sampling import SampleResponse
-from backends.model_spec import ModelSpec
-from backends.processes.rpc import Command
-from backends.protocol import ChatTask, ChatUsage, EngineUse, SamplingTask
+from tinker_server.api_schemas.sampling import SampleResponse
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.rpc import Command
+from tinker_server.backends.protocol import ChatTask, ChatUsage, EngineUse, SamplingTask
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from api_schemas.sampling import SampleResponse
-from backends import tasks
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import StartWorkers, launch_sampler
-from backends.processes.rpc import Child, ChildDied, Command
-from backends.protocol import (
+from tinker_server.api_schemas.sampling import SampleResponse
+from tinker_server.backends import tasks
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import StartWorkers, launch_sampler
+from tinker_server.backends.processes.rpc import Child, ChildDied, Command
+from tinker_server.backends.protocol import (
     BackendFailed,
     ChatTask,
     ChatUsage,
@@ -43,9 +43,16 @@ from backends.protocol import (
     SamplingTask,
     ignore_loading,
 )
-from backends.sampler.client import EngineClient, Request, ScoreBase, Sending
-from backends.sampler.commands import Chat, Publish, Sample
-from backends.sampler.prefix_routes import Piece, PrefixRoutes, chat_pieces, chat_tokens, task_pieces, task_tokens
+from tinker_server.backends.sampler.client import EngineClient, Request, ScoreBase, Sending
+from tinker_server.backends.sampler.commands import Chat, Publish, Sample
+from tinker_server.backends.sampler.prefix_routes import (
+    Piece,
+    PrefixRoutes,
+    chat_pieces,
+    chat_tokens,
+    task_pieces,
+    task_tokens,
+)
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk
-from backends.lru import LRU
-from backends.protocol import ChatTask, SamplingTask
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk
+from tinker_server.backends.lru import LRU
+from tinker_server.backends.protocol import ChatTask, SamplingTask
 
 BLOCK_TOKENS = 128
 """Tokens hashed at once; vLLM caches blocks of 16 on CUDA and 128 on the CPU."""

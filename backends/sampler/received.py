@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from backends.processes.rpc import WeightsAbsent
-from backends.protocol import InvalidInput
+from tinker_server.backends.processes.rpc import WeightsAbsent
+from tinker_server.backends.protocol import InvalidInput
 
 MAX_RECEIVED = 64
 """Cached versions (LRU). Evicting one in use is safe: the engine holds links to its files, of 32 versions at most."""

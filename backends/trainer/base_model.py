@@ -9,39 +9,45 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from backends.families.family import RenderedImage
-from backends.families.lora_names import trained_modules
-from backends.formats.load_check import (
+from tinker_server.backends.families.family import RenderedImage
+from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.formats.load_check import (
     BASE_TOKENS,
     LoadCheck,
     image_and_text,
     load_check_image,
     load_check_tokens,
 )
-from backends.inputs.rendering import Rendered, Renderer
-from backends.kernels.targets import OPERATORS
-from backends.model_spec import ModelSpec
-from backends.patches import for_device, require_as_written
-from backends.processes.progress import Progress
-from backends.protocol import BackendFailed
-from backends.trainer.checkpoint_files import SnapshotWriter
-from backends.trainer.distributed import World, gather_objects
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.lora.files import LoraFiles
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.model import targets
-from backends.trainer.model.compiling import can_be_compiled, compile_layers, run_text, text_microbatch, warm_up
-from backends.trainer.model.cuda_graphs import Graphs
-from backends.trainer.model.float32_residual import keep_in_float32
-from backends.trainer.model.linear_attention import pack_linear_attention
-from backends.trainer.model.loading import load, reporting_progress
-from backends.trainer.model.packing import Microbatch, pack
-from backends.trainer.model.recompute import Memory, Recomputation
-from backends.trainer.model.router_replay import RouterReplay
-from backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
-from backends.trainer.model.sharing import may_share, sharing_is_exact
-from backends.trainer.model.token_logprobs import Scorer, TokenGradient
-from backends.trainer.model.vision import ImageEncoder
+from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.kernels.targets import OPERATORS
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.patches import for_device, require_as_written
+from tinker_server.backends.processes.progress import Progress
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.checkpoint_files import SnapshotWriter
+from tinker_server.backends.trainer.distributed import World, gather_objects
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.files import LoraFiles
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.model import targets
+from tinker_server.backends.trainer.model.compiling import (
+    can_be_compiled,
+    compile_layers,
+    run_text,
+    text_microbatch,
+    warm_up,
+)
+from tinker_server.backends.trainer.model.cuda_graphs import Graphs
+from tinker_server.backends.trainer.model.float32_residual import keep_in_float32
+from tinker_server.backends.trainer.model.linear_attention import pack_linear_attention
+from tinker_server.backends.trainer.model.loading import load, reporting_progress
+from tinker_server.backends.trainer.model.packing import Microbatch, pack
+from tinker_server.backends.trainer.model.recompute import Memory, Recomputation
+from tinker_server.backends.trainer.model.router_replay import RouterReplay
+from tinker_server.backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
+from tinker_server.backends.trainer.model.sharing import may_share, sharing_is_exact
+from tinker_server.backends.trainer.model.token_logprobs import Scorer, TokenGradient
+from tinker_server.backends.trainer.model.vision import ImageEncoder
 
 log = logging.getLogger(__name__)
 _GRAPHS_PART = 1 / 6

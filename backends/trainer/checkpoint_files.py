@@ -17,14 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from api_schemas.training import Trainable
-from backends.files import make_directory, write_aside
-from backends.formats.load_check import LoadCheck
-from backends.formats.stacked_adapters import StackedFile, TargetModules, to_files
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.trainer.distributed import World, agreed, on_rank_zero, to_broadcast
-from backends.trainer.lora.linear import ALPHA
-from backends.trainer.optimizer import GradientState, all_finite
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.files import make_directory, write_aside
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.formats.stacked_adapters import StackedFile, TargetModules, to_files
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from tinker_server.backends.trainer.distributed import World, agreed, on_rank_zero, to_broadcast
+from tinker_server.backends.trainer.lora.linear import ALPHA
+from tinker_server.backends.trainer.optimizer import GradientState, all_finite
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENT_FILE = "gradient.safetensors"

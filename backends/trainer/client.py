@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
-from backends.formats.load_check import LoadCheck
-from backends.model_spec import ModelSpec
-from backends.processes import spans
-from backends.processes.fair_queue import FairQueue
-from backends.processes.launcher import StartRanks, launch_trainer
-from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
-from backends.processes.spans import OnSpan, ProcessSpan, spans_to
-from backends.processes.supervisor import Supervisor, call_all
-from backends.protocol import (
+from tinker_server.api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes import spans
+from tinker_server.backends.processes.fair_queue import FairQueue
+from tinker_server.backends.processes.launcher import StartRanks, launch_trainer
+from tinker_server.backends.processes.rpc import Child, ChildBroke, ChildDied, Command
+from tinker_server.backends.processes.spans import OnSpan, ProcessSpan, spans_to
+from tinker_server.backends.processes.supervisor import Supervisor, call_all
+from tinker_server.backends.protocol import (
     EncodedBatch,
     LoadedModel,
     ModelLost,
@@ -35,9 +35,9 @@ from backends.protocol import (
     SavedForm,
     ignore_loading,
 )
-from backends.tasks import to_the_end
-from backends.trainer import commands
-from backends.trainer.replicas import Replica, Replicas
+from tinker_server.backends.tasks import to_the_end
+from tinker_server.backends.trainer import commands
+from tinker_server.backends.trainer.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from api_schemas.training import (
+from tinker_server.api_schemas.training import (
     AdamParams,
     ForwardBackwardOutput,
     OptimStepResponse,
     Trainable,
 )
-from backends.formats.load_check import LoadCheck
-from backends.model_spec import ModelSpec
-from backends.processes.rpc import Command
-from backends.protocol import EncodedBatch, SavedForm
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.rpc import Command
+from tinker_server.backends.protocol import EncodedBatch, SavedForm
 
 
 @dataclass(frozen=True)

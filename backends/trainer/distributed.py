@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
 
 log = logging.getLogger(__name__)
 K = TypeVar("K")

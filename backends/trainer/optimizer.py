@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from api_schemas.training import AdamParams
-from backends.protocol import InvalidInput
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.protocol import InvalidInput
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of what Adam keeps of a tensor, beside the number of steps."""

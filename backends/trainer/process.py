@@ -1,4 +1,4 @@
-"""Run one trainer rank as a child process: `python -m backends.trainer.process FD`."""
+"""Run one trainer rank as a child process: `python -m tinker_server.backends.trainer.process FD`."""
 
 import logging
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import assert_never
 
 import torch
 
-from backends.processes.progress import Progress
-from backends.processes.rpc import KeepWaiting, OnPart, serve
-from backends.trainer import commands
-from backends.trainer.distributed import files_s, join_world
-from backends.trainer.rank import TrainerRank
+from tinker_server.backends.processes.progress import Progress
+from tinker_server.backends.processes.rpc import KeepWaiting, OnPart, serve
+from tinker_server.backends.trainer import commands
+from tinker_server.backends.trainer.distributed import files_s, join_world
+from tinker_server.backends.trainer.rank import TrainerRank
 
 
 class Process:

@@ -13,26 +13,34 @@ from pathlib import Path
 
 import torch
 
-from api_schemas.training import AdamParams, OptimStepResponse, Trainable
-from backends.model_spec import ModelSpec
-from backends.processes.heap import free_main_bytes
-from backends.processes.progress import Progress
-from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
-from backends.trainer.base_model import BaseModel
-from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
-from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.model.recompute import GIB
-from backends.trainer.step.batch_request import (
+from tinker_server.api_schemas.training import AdamParams, OptimStepResponse, Trainable
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.heap import free_main_bytes
+from tinker_server.backends.processes.progress import Progress
+from tinker_server.backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
+from tinker_server.backends.trainer.base_model import BaseModel
+from tinker_server.backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
+from tinker_server.backends.trainer.distributed import (
+    World,
+    agreed,
+    agreed_each,
+    decoding_s,
+    files_s,
+    gather_objects,
+    network_s,
+)
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.model.recompute import GIB
+from tinker_server.backends.trainer.step.batch_request import (
     BatchRequest,
     CheckedBatch,
     choose_microbatches,
     find_prefixes,
     plan_batch,
 )
-from backends.trainer.step.decoding import decode_batch
-from backends.trainer.step.step import TrainingStep
-from backends.trainer.step.validation import check_forward_backward, published
+from tinker_server.backends.trainer.step.decoding import decode_batch
+from tinker_server.backends.trainer.step.step import TrainingStep
+from tinker_server.backends.trainer.step.validation import check_forward_backward, published
 
 log = logging.getLogger(__name__)
 _UNLIMITED = sys.maxsize

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import Others, StartRank, StartRanks
-from backends.processes.rpc import Child
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import Others, StartRank, StartRanks
+from tinker_server.backends.processes.rpc import Child
 
 log = logging.getLogger(__name__)
 _LOSS_S = 2.0

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.protocol import BackendFailed
-from backends.trainer.distributed import World, agreed
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.distributed import World, agreed
 
 _BUFFER_BYTES, _ACROSS_BYTES = 256 << 20, 64 << 20
 """Largest buffer of all ranks' columns, and of what is summed over machines: past some 10 MiB a collective runs at the

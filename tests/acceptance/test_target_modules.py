@@ -12,10 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum
-from api_schemas.training import Trainable
-from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tests.acceptance.recipes import PYTHON
 from tests.factories import datum, make_renderer, prompt, words
 from tests.models import (
@@ -26,6 +22,10 @@ from tests.models import (
     make_tiny_qwen3_5,
 )
 from tests.trainers import logprobs, reference_logprobs, trained, trainer
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.weights import export
 
 KINDS: dict[str, Callable[[Path], Path]] = {

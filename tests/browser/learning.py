@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from api_schemas.sampling import SampledSequence, SampleResponse
-from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
-from backends.inputs.detokenize import TokenTexts
-from backends.protocol import ChatTask, ChatUsage, EncodedBatch, LoadedModel, SamplingTask
 from tests.fakes import FakeBackend
 from tests.photographs import SEEING
+from tinker_server.api_schemas.sampling import SampledSequence, SampleResponse
+from tinker_server.api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
+from tinker_server.backends.inputs.detokenize import TokenTexts
+from tinker_server.backends.protocol import ChatTask, ChatUsage, EncodedBatch, LoadedModel, SamplingTask
 
 QUESTION = "What does this photograph show? "
 ANSWER = " The photograph shows a small sailing boat on quiet water; it is a ketch, with two masts and a white hull."

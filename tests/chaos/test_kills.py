@@ -193,7 +193,7 @@ def _is(process: psutil.Process, victim: str) -> bool:
         if victim == "agent":
             return process.cmdline()[0].startswith("ray::Agent")
         if victim == "head":
-            return process.cmdline()[1:3] == ["-m", "backends.cluster.head"]
+            return process.cmdline()[1:3] == ["-m", "tinker_server.backends.cluster.head"]
         return process.cmdline()[1:3] == ["-m", CHILDREN[victim.removeprefix("remote ")]]
     except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):  # it has just ended
         return False

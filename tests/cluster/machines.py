@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from backends.cluster.client import Address, Cluster, ExistingRay, Node, StartThere, Use
-from backends.cluster.offer import Offer
-from backends.protocol import ignore_loading
 from tests.servers import MODEL
+from tinker_server.backends.cluster.client import Address, Cluster, ExistingRay, Node, StartThere, Use
+from tinker_server.backends.cluster.offer import Offer
+from tinker_server.backends.protocol import ignore_loading
 
 GPUS = "4,5"
 """Those that a machine shows its processes."""

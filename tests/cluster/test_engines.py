@@ -13,21 +13,21 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from backends.cluster.client import Cluster
-from backends.cluster.engines import RemoteEngines
-from backends.cluster.lines import LOG
-from backends.formats.model_files import fingerprint
-from backends.inputs.rendering import Renderer
-from backends.protocol import ChatTask, SamplingTask
-from backends.sampler.client import EngineClient
-from backends.sampler.commands import Chat, Sample
-from backends.sampler.pool import SamplerPool
 from tests.cluster.machines import GPUS, Machine, is_alive, joined, kill, started, until
 from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
 from tests.models import make_tiny_vl
 from tests.sampling import ADJACENT, ATOL, RANKS, Reference, request, sample, sampler_config, scoring
 from tests.servers import MODEL
+from tinker_server.backends.cluster.client import Cluster
+from tinker_server.backends.cluster.engines import RemoteEngines
+from tinker_server.backends.cluster.lines import LOG
+from tinker_server.backends.formats.model_files import fingerprint
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ChatTask, SamplingTask
+from tinker_server.backends.sampler.client import EngineClient
+from tinker_server.backends.sampler.commands import Chat, Sample
+from tinker_server.backends.sampler.pool import SamplerPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

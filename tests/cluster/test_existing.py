@@ -10,15 +10,15 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from backends.cluster import client
-from backends.cluster.client import Cluster, ExistingRay
-from backends.cluster.join import leave
-from backends.cluster.ray_commands import ray_environment, ray_running
-from backends.cluster.token import make_token
-from backends.processes.launcher import Guarded
-from backends.protocol import BackendFailed
 from tests.cluster.machines import Machine, NoUse, address_of, free_port, is_alive, started, until
 from tests.servers import MODEL
+from tinker_server.backends.cluster import client
+from tinker_server.backends.cluster.client import Cluster, ExistingRay
+from tinker_server.backends.cluster.join import leave
+from tinker_server.backends.cluster.ray_commands import ray_environment, ray_running
+from tinker_server.backends.cluster.token import make_token
+from tinker_server.backends.processes.launcher import Guarded
+from tinker_server.backends.protocol import BackendFailed
 
 pytestmark = pytest.mark.slow
 shares_nodes = pytest.mark.asyncio(loop_scope="module")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from backends.cluster import client
-from backends.cluster.client import Cluster
-from backends.cluster.join import leave
 from tests.cluster.machines import Machine, NoUse, address_of, is_alive, joined, kill, rays, started, until
+from tinker_server.backends.cluster import client
+from tinker_server.backends.cluster.client import Cluster
+from tinker_server.backends.cluster.join import leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

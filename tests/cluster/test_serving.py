@@ -14,11 +14,11 @@ import psutil
 import pytest
 import tinker.types as types
 
-from backends.inputs.rendering import Renderer
 from tests.cluster.machines import Machine, free_port, rays, until
 from tests.factories import image, prompt, words
 from tests.servers import KEY, MODEL, Server, sdk_input
 from tests.training import batch, step
+from tinker_server.backends.inputs.rendering import Renderer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ENGINE, RANK = f"sampler {MODEL} engine 1 on a", f"trainer {MODEL} rank 1 on a"

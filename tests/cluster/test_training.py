@@ -14,17 +14,17 @@ import pytest_asyncio
 from safetensors.torch import load_file
 from torch import Tensor
 
-from backends.cluster.client import Cluster
-from backends.cluster.engines import RemoteEngines
-from backends.cluster.replicas import RemoteReplicas
-from backends.processes.rpc import Child
-from backends.protocol import LoadedModel
 from tests.cluster.machines import Machine, joined, kill, started, until
 from tests.factories import present
 from tests.recovery import RealTrainer, create, finished, forward_backward, logprobs_of, server, train
 from tests.servers import MODEL
 from tests.submitting import Client
 from tests.trainers import assert_same
+from tinker_server.backends.cluster.client import Cluster
+from tinker_server.backends.cluster.engines import RemoteEngines
+from tinker_server.backends.cluster.replicas import RemoteReplicas
+from tinker_server.backends.processes.rpc import Child
+from tinker_server.backends.protocol import LoadedModel
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,12 +8,12 @@ from uuid import uuid4
 import pytest
 import tinker
 
-from backends.inputs.rendering import Renderer
 from tests.conformance.reference import LORA, Trained
 from tests.conformance.wire import Wire
 from tests.fake_server import Running
 from tests.reference import Reference
 from tests.servers import Server
+from tinker_server.backends.inputs.rendering import Renderer
 
 
 @pytest.fixture(scope="module")

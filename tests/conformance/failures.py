@@ -8,9 +8,9 @@ import pytest
 import tinker
 from tinker import types
 
-from backends.inputs.rendering import Renderer
 from tests.servers import MODEL, sdk_datum
 from tests.training import ADAM, batch, logprobs_of, step
+from tinker_server.backends.inputs.rendering import Renderer
 
 INPUT = [1, 2, 3, 4, 5]
 Case = tuple[str, types.Datum, str]

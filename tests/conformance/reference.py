@@ -7,10 +7,10 @@ import tinker
 from tinker import types
 from torch import Tensor
 
-from api_schemas.training import Trainable
-from backends.inputs.rendering import Renderer
 from tests.servers import MODEL, Server
 from tests.training import batch, saved_adapter, step
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.inputs.rendering import Renderer
 
 LORA = Trainable(rank=8, seed=1)
 """What the tests create: seed and rank; all else is the server's default."""

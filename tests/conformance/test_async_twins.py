@@ -15,9 +15,9 @@ import tinker
 from google.protobuf.json_format import MessageToDict
 from tinker import types
 
-from api_schemas import tinker_wire_pb2 as pb
 from tests.conformance.wire import Seen, Wire
 from tests.fake_server import Running, datum
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),

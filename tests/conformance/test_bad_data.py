@@ -10,10 +10,10 @@ import pytest
 import tinker
 from tinker import types
 
-from backends.inputs.rendering import Renderer
 from tests.conformance.failures import assert_each_fails_alone, bad, complete, floats
 from tests.servers import MODEL, sdk_datum
 from tests.training import PLACEHOLDER, batch
+from tinker_server.backends.inputs.rendering import Renderer
 
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 

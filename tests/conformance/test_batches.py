@@ -13,11 +13,11 @@ import pytest
 import tinker
 from tinker import types
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.wire import envelope_of
 from tests.conformance.wire import Wire
 from tests.factories import present
 from tests.fake_server import Running, datum, forward_backward_body
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas.wire import envelope_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROTOBUF = {"content-type": "application/x-protobuf"}

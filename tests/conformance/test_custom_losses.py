@@ -12,12 +12,12 @@ from tinker import types
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from backends.inputs.rendering import Renderer
 from tests.conformance.reference import PLAIN, Trained, assert_gradients
 from tests.factories import MIXED, datum, present
 from tests.reference import Reference
 from tests.servers import sdk_datum
 from tests.training import batch
+from tinker_server.backends.inputs.rendering import Renderer
 
 KINDS = [pytest.param(None, id="one target"), pytest.param(3, id="three targets")]
 

@@ -15,8 +15,8 @@ import pytest
 import tinker
 from tinker import types
 
-from api_schemas import tinker_wire_pb2 as pb
 from tests.fake_server import HOLD_S, Running, datum, forward_backward_body
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)

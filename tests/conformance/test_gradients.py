@@ -13,8 +13,6 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from api_schemas.inputs import Datum
-from backends.inputs.rendering import Renderer
 from tests.conformance.failures import bad
 from tests.conformance.reference import PLAIN, Trained, assert_gradients
 from tests.factories import MIXED, datum
@@ -22,6 +20,8 @@ from tests.loss_formulas import cispo, dro, gspo, importance_sampling, ppo
 from tests.reference import Reference
 from tests.servers import MODEL, sdk_datum
 from tests.training import batch, step
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.backends.inputs.rendering import Renderer
 
 
 def weights(item: Datum) -> Tensor:

@@ -19,7 +19,6 @@ from PIL import Image
 from tinker import types
 from transformers import AutoImageProcessor
 
-from backends.inputs.rendering import Renderer
 from tests.conformance.failures import assert_each_fails_alone
 from tests.conformance.reference import Trained, assert_gradients
 from tests.factories import photo
@@ -28,6 +27,7 @@ from tests.recovery import RealTrainer
 from tests.reference import Reference
 from tests.servers import MODEL, Server
 from tests.training import PLACEHOLDER
+from tinker_server.backends.inputs.rendering import Renderer
 
 SIZES = [(96, 64), (333, 500), (40, 300)]
 

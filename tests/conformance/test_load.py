@@ -12,8 +12,8 @@ import pytest
 import tinker
 from tinker import types
 
-from api_schemas import tinker_wire_pb2 as pb
 from tests.fake_server import Running
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 CLIENTS, SAMPLES = 5, 300

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tinker
 
-from api_schemas import tinker_wire_pb2 as pb
 from tests.factories import MIXED, datum
 from tests.servers import KEY, MODEL, Server, sdk_datum
 from tests.training import ADAM, logprobs_of, step
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 
 PROTOBUF = {"Content-Type": "application/x-protobuf", "X-API-Key": KEY}
 

@@ -11,14 +11,14 @@ import tinker
 import torch
 from tinker import types
 
-from api_schemas.training import AdamParams
-from backends.inputs.rendering import Renderer
 from tests.conformance.reference import LORA
 from tests.factories import present
 from tests.reference import Reference, Steps
 from tests.servers import MODEL, Server, sdk_datum
 from tests.trainers import relative_distance
 from tests.training import batch, logprobs_of, saved_adapter, step
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.inputs.rendering import Renderer
 
 EVERY_FIELD = types.AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)
 DEFAULTS = types.AdamParams(learning_rate=3e-3)

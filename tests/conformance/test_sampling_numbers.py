@@ -13,13 +13,13 @@ import tinker
 from tinker import types
 from transformers import AutoTokenizer
 
-from api_schemas.inputs import ModelInput
-from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Trained
 from tests.factories import MIXED, as_text, datum, image, present, prompt, words
 from tests.reference import Reference
 from tests.servers import MODEL, sdk_datum, sdk_input
 from tests.training import batch, logprobs_of, step
+from tinker_server.api_schemas.inputs import ModelInput
+from tinker_server.backends.inputs.rendering import Renderer
 
 TEXT = MIXED["text"]
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from api_schemas.training import AdamParams
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Mesh
-from backends.protocol import BackendFailed, EncodedBatch, InvalidInput
-from backends.trainer import optimizer, shards
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.ranks import on_two_ranks
 from tests.trainers import LORA, config, forward_backward, lora_model
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Mesh
+from tinker_server.backends.protocol import BackendFailed, EncodedBatch, InvalidInput
+from tinker_server.backends.trainer import optimizer, shards
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 ADAM = AdamParams(learning_rate=1e-2)
 Outcome = dict[str, str]
@@ -81,13 +81,13 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("backends.trainer.lora.adapters._initialise", out_of_memory)
+            patch.setattr("tinker_server.backends.trainer.lora.adapters._initialise", out_of_memory)
         found["create"] = outcome(lambda: rank.create_model("n", LORA))
     found["created"] = str("n" in rank.models)
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("backends.trainer.step.step.pack", out_of_memory)
+            patch.setattr("tinker_server.backends.trainer.step.step.pack", out_of_memory)
         found["forward_backward"] = outcome(lambda: forward_backward(rank, "m", batch, True))
     found["step on a part"] = outcome(lambda: rank.optim_step("m", ADAM))
 

@@ -16,12 +16,12 @@ import httpx
 import numpy as np
 import pytest
 
-from api_schemas.inputs import ImageChunk
-from api_schemas.sampling import SampleResponse
-from backends.protocol import EncodedBatch, LoadedModel, SamplingTask
-from backends.trainer.step.decoding import decode_batch
 from tests.factories import as_text, photo
 from tests.fake_server import Running
+from tinker_server.api_schemas.inputs import ImageChunk
+from tinker_server.api_schemas.sampling import SampleResponse
+from tinker_server.backends.protocol import EncodedBatch, LoadedModel, SamplingTask
+from tinker_server.backends.trainer.step.decoding import decode_batch
 from tinker_server.image_addresses import ImageAddresses
 
 

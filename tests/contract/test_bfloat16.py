@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from backends.model_spec import Dtype
-from backends.sampler.pool import SamplerPool
-from backends.trainer import base_model
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import prompt, words
 from tests.models import make_tiny_of
 from tests.sampling import request, sample, sampler_config
 from tests.trainers import LORA, config, logprobs, perturb
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.backends.model_spec import Dtype
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer import base_model
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.slow
 

@@ -14,13 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
-from backends.families.registry import find_family
-from backends.formats.block_fp8 import packed, packed_bytes
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.lora.linear import lora_linears
-from backends.trainer.model.loading import load
-from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import (
@@ -42,6 +35,13 @@ from tests.trainers import (
     reference_logprobs,
     trainer,
 )
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.formats.block_fp8 import packed, packed_bytes
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.linear import lora_linears
+from tinker_server.backends.trainer.model.loading import load
+from tinker_server.backends.trainer.rank import TrainerRank
 
 Sizes = dict[str, Any]
 WIDE: Sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 320}

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backends.formats.load_check import LoadCheck
-from backends.protocol import BackendFailed
-from backends.sampler import client
-from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
 from tests.models import make_tiny_deepseek_v3, make_tiny_vl
 from tests.sampling import sampler_config, scores_of
 from tests.trainers import trainer
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler import client
+from tinker_server.backends.sampler.pool import SamplerPool
 
 
 async def test_an_engine_starts_if_it_scores_text_and_image_as_the_trainer(

@@ -14,21 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from api_schemas.inputs import ModelInput
-from api_schemas.training import ForwardBackwardOutput, Trainable
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import GIB, Machine
-from backends.families.family import RenderedImage, Vision
-from backends.kernels import varlen_attention
-from backends.model_spec import Mesh
-from backends.protocol import BackendFailed, EncodedBatch
-from backends.trainer.distributed import ALONE, World
-from backends.trainer.model import attention
-from backends.trainer.model.recompute import Recomputation
-from backends.trainer.rank import TrainerRank
-from backends.trainer.step.batch_request import Members
-from backends.trainer.step.step import Failures
 from tests.attention import PlainKernel
 from tests.double_precision import in_float64
 from tests.factories import MIXED, batch_for, cross_entropy, datum, image, make_renderer, prompt, words
@@ -45,6 +30,21 @@ from tests.trainers import (
     perturb,
     together,
 )
+from tinker_server.api_schemas.inputs import ModelInput
+from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import GIB, Machine
+from tinker_server.backends.families.family import RenderedImage, Vision
+from tinker_server.backends.kernels import varlen_attention
+from tinker_server.backends.model_spec import Mesh
+from tinker_server.backends.protocol import BackendFailed, EncodedBatch
+from tinker_server.backends.trainer.distributed import ALONE, World
+from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.recompute import Recomputation
+from tinker_server.backends.trainer.rank import TrainerRank
+from tinker_server.backends.trainer.step.batch_request import Members
+from tinker_server.backends.trainer.step.step import Failures
 
 Kind = Literal["replicate", "shard"]
 LORAS = {
@@ -322,7 +322,7 @@ def with_troubles(world: World, source: Path) -> tuple[int, str, bool]:
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("backends.trainer.step.step.pack", out_of_memory)
+            patch.setattr("tinker_server.backends.trainer.step.step.pack", out_of_memory)
         try:
             forward_backward(rank, "m", apart)
         except BackendFailed as found:

@@ -24,14 +24,14 @@ from tinker.lib.console_urls import (
 )
 from tinker.types import SaveWeightsResponse
 
-from backends import tasks
-from backends.protocol import EngineBatch, EngineUse
 from tests.dashboard import Owner, with_keys
 from tests.fake_server import Running
 from tests.photographs import photographs
 from tinker_server.auth import keys
 from tinker_server.auth.key import hash_of
 from tinker_server.auth.sign_ins import COOKIE, SignIns
+from tinker_server.backends import tasks
+from tinker_server.backends.protocol import EngineBatch, EngineUse
 from tinker_server.dashboard.pages import ROUTERS
 from tinker_server.dashboard.pages.runs import PER_PAGE
 from tinker_server.dashboard.rendering import short

@@ -14,14 +14,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from api_schemas.sampling import SampleResponse
-from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec, Placement
-from backends.protocol import BackendFailed
-from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
 from tests.factories import MIXED, image, prompt, words
 from tests.sampling import ATOL, Reference, assert_close, request, sample, sampler_config, scoring
+from tinker_server.api_schemas.sampling import SampleResponse
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import ModelSpec, Placement
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

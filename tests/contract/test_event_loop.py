@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import zstandard
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.inputs import QUICK_CHUNKS
-from api_schemas.sampling import SampleRequest
-from api_schemas.wire import PROTOBUF
-from backends.protocol import PromptSize
 from tests.factories import photo
 from tests.fake_server import Running
 from tests.stalls import longest_stall_until
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas.inputs import QUICK_CHUNKS
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.wire import PROTOBUF
+from tinker_server.backends.protocol import PromptSize
 
 LONGEST_STALL_S = 0.05
 JSON = "application/json"

@@ -17,14 +17,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum
-from api_schemas.training import Trainable
-from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_FILE
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.lora.linear import ALPHA
-from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import (
@@ -47,6 +39,14 @@ from tests.trainers import (
     trained,
     trainer,
 )
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ADAPTER_FILE
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.linear import ALPHA
+from tinker_server.backends.trainer.rank import TrainerRank
 
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
 ADAPTERS = {

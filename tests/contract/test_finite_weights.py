@@ -14,14 +14,14 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from api_schemas.training import AdamParams
-from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
-from backends.trainer import optimizer
-from backends.trainer.optimizer import MOMENTS, prepare_step
-from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.trainers import LORA, forward_backward, lora_model, trainer
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
+from tinker_server.backends.trainer import optimizer
+from tinker_server.backends.trainer.optimizer import MOMENTS, prepare_step
+from tinker_server.backends.trainer.rank import TrainerRank
 
 ADAM = AdamParams(learning_rate=1e-2)
 
@@ -124,7 +124,7 @@ def test_a_trial_in_pieces_of_any_size_gives_the_bits_of_the_step(
 ) -> None:
     """Pieces that end within a tensor and go over several: their sums are those of all that the step leaves."""
     rank.create_model("m", LORA.model_copy(update={"rank": 1, "train_mlp": False, "train_unembed": False}))
-    monkeypatch.setattr("backends.trainer.optimizer.TRIED_AT_ONCE", at_once)
+    monkeypatch.setattr("tinker_server.backends.trainer.optimizer.TRIED_AT_ONCE", at_once)
     model = lora_model(rank, "m")
     for seed in range(2):
         forward_backward(rank, "m", cross_entropy([datum(prompt(words(9, seed)), renderer, seed)]), True)

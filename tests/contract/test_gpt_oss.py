@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from backends.families.gpt_oss import BLOCKS, SCALES, dequantised, gated, in_common_layout
-from backends.protocol import ChatTask, InvalidInput
-from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
 from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_gpt_oss, quantise
 from tests.sampling import ATOL, sampler_config, score_distances
 from tests.trainers import LORA, logprobs, perturb, reference_logprobs, trainer
+from tinker_server.backends.families.gpt_oss import BLOCKS, SCALES, dequantised, gated, in_common_layout
+from tinker_server.backends.protocol import ChatTask, InvalidInput
+from tinker_server.backends.sampler.pool import SamplerPool
 
 
 @pytest.fixture(scope="module")

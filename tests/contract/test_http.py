@@ -12,9 +12,9 @@ import pytest
 import tinker
 from tinker import types
 
-from api_schemas.ids import sequence_id
 from tests.factories import present
 from tests.fake_server import Running, datum, forward_backward_body
+from tinker_server.api_schemas.ids import sequence_id
 from tinker_server.web.parameters import MAX_KEY_LENGTH
 
 # The SDK leaves the connections of its first calls to the garbage collector.

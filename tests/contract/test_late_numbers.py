@@ -13,10 +13,10 @@ import tinker
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker import types
 
-from api_schemas.wire import PROTOBUF, envelope_of
 from tests.factories import present
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
+from tinker_server.api_schemas.wire import PROTOBUF, envelope_of
 
 GRACE_S = 0.1
 UPLOAD_S = 1.0

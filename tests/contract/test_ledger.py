@@ -18,10 +18,10 @@ import psutil
 import pytest
 import zstandard
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.wire import PROTOBUF
 from tests.fake_server import Running, forward_backward_body
 from tinker_server import accounts, app
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas.wire import PROTOBUF
 from tinker_server.auth import keys
 from tinker_server.web import gate, http
 

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api_schemas.base import NOTED_BYTES
 from tests.fake_server import Running
 from tests.stalls import longest_stall_until
+from tinker_server.api_schemas.base import NOTED_BYTES
 from tinker_server.store.notes import LEFT_OUT, LIST_BYTES
 
 LONGEST_STALL_S = 0.3

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from backends.families.gpt_oss.experts import lay_out_experts
-from backends.model_spec import ModelSpec
-from backends.protocol import BackendFailed
-from backends.trainer.distributed import World
-from backends.trainer.model.loading import load
 from tests.factories import make_renderer
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl
 from tests.ranks import on_two_ranks
 from tests.trainers import config
+from tinker_server.backends.families.gpt_oss.experts import lay_out_experts
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.loading import load
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from api_schemas.admin import AuditEntryInfo, UsageEvent
 from tests.fake_server import Running
+from tinker_server.api_schemas.admin import AuditEntryInfo, UsageEvent
 from tinker_server.routes import admin
 
 NUM_ENTRIES = 2500

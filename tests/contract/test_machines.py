@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from api_schemas.training import AdamParams
-from backends.model_spec import Dtype, Mesh
-from backends.protocol import BackendFailed, EncodedBatch
-from backends.trainer.distributed import ALONE, World
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer
 from tests.ranks import on_machines
 from tests.trainers import LORA, SMOOTH, assert_same, config, forward_backward, lora_model, perturb, relative_distance
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.model_spec import Dtype, Mesh
+from tinker_server.backends.protocol import BackendFailed, EncodedBatch
+from tinker_server.backends.trainer.distributed import ALONE, World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 BF16_DISTANCE = 0.004
 """2**-8, a bit of bfloat16; 0.0024 was seen, as docs/cluster.md says."""

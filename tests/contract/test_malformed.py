@@ -16,12 +16,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
-from api_schemas.inputs import MAX_COLUMNS
-from api_schemas.training import ForwardBackwardRequest
 from tests.factories import photo, present
 from tests.fake_server import Running, forward_backward_body
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.inputs import MAX_COLUMNS
+from tinker_server.api_schemas.training import ForwardBackwardRequest
 
 # Threads of other tests' SDK clients draw random numbers at any time, which hypothesis takes for its strategies'.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the .random. module inside strategies")

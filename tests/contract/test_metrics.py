@@ -11,9 +11,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backends.protocol import EngineBatch, EngineUse
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
+from tinker_server.backends.protocol import EngineBatch, EngineUse
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 

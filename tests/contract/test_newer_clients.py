@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from api_schemas import tinker_wire_pb2 as pb
 from tests.fake_server import Running, forward_backward_body
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 UNKNOWN = {"type": "unrecognized", "raw_object": {"type": "video", "frames": 3}}

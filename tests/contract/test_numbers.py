@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from api_schemas import tinker_wire_pb2 as pb
 from tests.fake_server import Running, forward_backward_body
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
 from tinker_server.auth import keys
 
 PROTOBUF = {"content-type": "application/x-protobuf"}

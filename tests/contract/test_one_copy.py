@@ -16,18 +16,18 @@ import pytest
 import pytest_asyncio
 import torch
 
-from backends.base_weights.client import BaseWeights
-from backends.base_weights.mapped import map_views
-from backends.inputs.rendering import Renderer
-from backends.processes.launcher import launch_trainer
-from backends.processes.supervisor import Supervisor
-from backends.protocol import ignore_loading
-from backends.sampler.pool import SamplerPool
-from backends.trainer.client import TrainerClient
 from tests.engines import fork_sampler
 from tests.factories import cross_entropy, datum, image, present, prompt, words
 from tests.sampling import Reference, assert_close, request, sample, sampler_config, scoring
 from tests.trainers import LORA
+from tinker_server.backends.base_weights.client import BaseWeights
+from tinker_server.backends.base_weights.mapped import map_views
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.processes.launcher import launch_trainer
+from tinker_server.backends.processes.supervisor import Supervisor
+from tinker_server.backends.protocol import ignore_loading
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

@@ -16,19 +16,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backends.base_weights.client import BaseWeights
-from backends.base_weights.mapped import Files, map_views
-from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec
-from backends.protocol import ignore_loading
-from backends.sampler.engine.engine import stays_in_fp8
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.model.loading import load
 from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
 from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
+from tinker_server.backends.base_weights.client import BaseWeights
+from tinker_server.backends.base_weights.mapped import Files, map_views
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.protocol import ignore_loading
+from tinker_server.backends.sampler.engine.engine import stays_in_fp8
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.loading import load
 
 pytestmark = pytest.mark.slow
 REFUSED = ("gpt-oss",)
@@ -46,7 +46,7 @@ def _engine_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM's groups of ranks, and what is changed inside it, for one test."""
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-    from backends.sampler.engine.vllm_patches import targets
+    from tinker_server.backends.sampler.engine.vllm_patches import targets
 
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # as the launcher starts a holder
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # as above
@@ -137,7 +137,7 @@ def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:
 
 def held(spec: ModelSpec, directory: Path) -> ModelSpec:
     """The spec of a model whose base a thread of this process holds."""
-    from backends.sampler.engine.weight_holder import WeightHolder
+    from tinker_server.backends.sampler.engine.weight_holder import WeightHolder
 
     directory.mkdir(mode=0o700)
     spec = replace(spec, base_copies=1, base_dir=directory)

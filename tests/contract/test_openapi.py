@@ -20,10 +20,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from api_schemas import wire
-from api_schemas.old_clients.results import ForwardBackwardJson, SampleJson
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.old_clients.results import ForwardBackwardJson, SampleJson
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.settings import Settings

@@ -23,15 +23,15 @@ from typing import Any
 
 import pytest
 
-from backends.config import BackendConfig
-from backends.configure.create import examine
-from backends.protocol import BackendFailed
 from tests.dashboard import Owner
 from tests.databases import fresh_database
 from tests.fake_server import Running
 from tests.killing import run_script
 from tinker_server.__main__ import main
 from tinker_server.auth import keys
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.create import examine
+from tinker_server.backends.protocol import BackendFailed
 from tinker_server.commands import backup, databases
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import diagnose, report

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api_schemas.training import Trainable
-from backends.processes import supervisor
-from backends.processes.launcher import launch_trainer
-from backends.protocol import BackendFailed
-from backends.trainer.client import TrainerClient
 from tests.recovery import RealTrainer, create, finished, forward_backward, logprobs_of, server, train
 from tests.trainers import config
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.processes import supervisor
+from tinker_server.backends.processes.launcher import launch_trainer
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.client import TrainerClient
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

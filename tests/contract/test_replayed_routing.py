@@ -14,11 +14,6 @@ import pytest
 import torch
 from tinker import types
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from backends.formats.expert_routing import read_routing, routing_name
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN
@@ -27,6 +22,11 @@ from tests.sampling import ATOL, request, sample, sampler_config
 from tests.servers import Server
 from tests.trainers import LORA, OWNER, config, forward_backward, perturb
 from tests.training import rl_datum
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.backends.formats.expert_routing import read_routing, routing_name
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.slow
 

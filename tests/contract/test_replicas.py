@@ -14,14 +14,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from backends.inputs.rendering import Renderer
-from backends.processes import supervisor
-from backends.protocol import EncodedBatch, LoadedModel, ModelLost, ProcessDied
-from backends.trainer import client, replicas
-from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.replicas import Machine, machines, until_on
 from tests.trainers import LORA, SMOOTH, config
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.processes import supervisor
+from tinker_server.backends.protocol import EncodedBatch, LoadedModel, ModelLost, ProcessDied
+from tinker_server.backends.trainer import client, replicas
+from tinker_server.backends.trainer.client import TrainerClient
 
 pytestmark = [pytest.mark.usefixtures("forked_ranks"), pytest.mark.timeout(240)]
 

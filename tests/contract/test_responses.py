@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from backends.protocol import ChatTask, ChatUsage
 from tests.dashboard import Owner, with_keys
+from tinker_server.backends.protocol import ChatTask, ChatUsage
 from tinker_server.chat.responses import LABELS, WITHOUT_EFFECT, Translation
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="

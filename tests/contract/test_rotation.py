@@ -10,14 +10,14 @@ import pytest
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from backends.config import BackendConfig
-from backends.configure.describe import find
-from backends.configure.memory_plan import Machine
-from backends.families.rotation import check_rotation
-from backends.protocol import BackendFailed
 from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_of
 from tests.trainers import LORA, logprobs, perturb, trainer
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import find
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.families.rotation import check_rotation
+from tinker_server.backends.protocol import BackendFailed
 
 CONTEXT, ORIGINAL = 128, 64
 LONG_ROPE = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": ORIGINAL}

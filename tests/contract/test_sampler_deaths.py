@@ -12,16 +12,16 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from backends.model_spec import ModelSpec
-from backends.processes import supervisor
-from backends.processes.crash_isolation import CrashIsolation, Suspect
-from backends.processes.launcher import launch
-from backends.processes.rpc import Child, Command
-from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import BackendFailed, ChatTask, ignore_loading
-from backends.sampler.pool import SamplerPool
 from tests.sampling import ask, sampler_config
 from tests.waiting import until
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes import supervisor
+from tinker_server.backends.processes.crash_isolation import CrashIsolation, Suspect
+from tinker_server.backends.processes.launcher import launch
+from tinker_server.backends.processes.rpc import Child, Command
+from tinker_server.backends.processes.supervisor import Silence, Supervisor
+from tinker_server.backends.protocol import BackendFailed, ChatTask, ignore_loading
+from tinker_server.backends.sampler.pool import SamplerPool
 
 STARTS: list[tuple[float, Child]] = []
 """Processes, and when their start began, by the monotonic clock."""

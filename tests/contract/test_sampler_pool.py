@@ -14,17 +14,17 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from backends.base_weights.client import BaseWeights
-from backends.configure.create import LocalModel, start_models
-from backends.model_spec import ModelSpec, Placement
-from backends.processes.crash_isolation import CrashIsolation, Suspect
-from backends.processes.launcher import launch
-from backends.processes.rpc import Child
-from backends.protocol import BackendFailed, ChatTask, OnLoading, ignore_loading
-from backends.sampler import pool as sampler_pool
-from backends.sampler.client import EngineClient, Sending
-from backends.sampler.pool import SamplerPool
 from tests.sampling import ask, sampler_config
+from tinker_server.backends.base_weights.client import BaseWeights
+from tinker_server.backends.configure.create import LocalModel, start_models
+from tinker_server.backends.model_spec import ModelSpec, Placement
+from tinker_server.backends.processes.crash_isolation import CrashIsolation, Suspect
+from tinker_server.backends.processes.launcher import launch
+from tinker_server.backends.processes.rpc import Child
+from tinker_server.backends.protocol import BackendFailed, ChatTask, OnLoading, ignore_loading
+from tinker_server.backends.sampler import pool as sampler_pool
+from tinker_server.backends.sampler.client import EngineClient, Sending
+from tinker_server.backends.sampler.pool import SamplerPool
 
 STARTS: list[int] = []
 """Numbers of the engines that were started."""

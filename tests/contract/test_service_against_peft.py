@@ -17,12 +17,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from api_schemas.adapter_names import expert_stack
-from api_schemas.divided_linears import DividedLinear
-from api_schemas.inputs import Datum
-from api_schemas.training import Trainable
-from backends.families.lora_names import has_stacked_experts
-from backends.inputs.rendering import Renderer
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import make_tiny_deepseek_v3, make_tiny_moe, make_tiny_nemotron_h, make_tiny_qwen3_5
 from tests.trainers import (
@@ -34,6 +28,12 @@ from tests.trainers import (
     trained,
     trainer,
 )
+from tinker_server.api_schemas.adapter_names import expert_stack
+from tinker_server.api_schemas.divided_linears import DividedLinear
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.lora_names import has_stacked_experts
+from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.weights import export
 
 KINDS: dict[str, Callable[[Path], Path]] = {

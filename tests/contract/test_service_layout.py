@@ -16,13 +16,6 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum
-from api_schemas.training import Trainable
-from backends.inputs.rendering import Renderer
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.lora.linear import ALPHA
-from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import (
@@ -47,6 +40,13 @@ from tests.trainers import (
     trained,
     trainer,
 )
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.linear import ALPHA
+from tinker_server.backends.trainer.rank import TrainerRank
 from tinker_server.weights import export
 
 KINDS: dict[str, Callable[[Path], Path]] = {

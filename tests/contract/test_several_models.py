@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.training import Trainable
-from backends.config import BackendConfig
-from backends.configure import create
-from backends.configure.create import LocalBackend
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import Machine
-from backends.protocol import BackendFailed
 from tests.engines import fork_sampler
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure import create
+from tinker_server.backends.configure.create import LocalBackend
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.protocol import BackendFailed
 
 KV_CACHE = 64 << 20
 
@@ -38,10 +38,12 @@ async def test_several_models_load_side_by_side_with_a_line_each(
 ) -> None:
     monkeypatch.setattr(create, "launch_sampler", fork_sampler)
     backend = LocalBackend(config(tmp_path, seeing=tiny_vl, blind=tiny_text, alias=tiny_text))
-    caplog.set_level(logging.INFO, "backends.configure.create")
+    caplog.set_level(logging.INFO, "tinker_server.backends.configure.create")
     await backend.start()
     try:
-        lines = [record.getMessage() for record in caplog.records if record.name == "backends.configure.create"]
+        lines = [
+            record.getMessage() for record in caplog.records if record.name == "tinker_server.backends.configure.create"
+        ]
         for line, name in zip(lines[:2], ("seeing", "blind"), strict=True):  # before one of them is ready
             assert re.fullmatch(
                 rf"{name}: loading trainer and sampler, 0.00 GiB of weights each, .*ranks up to 128, 8 slots", line

@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from api_schemas.training import AdamParams, Trainable
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Mesh
-from backends.protocol import ADAPTER_FILE, EncodedBatch
-from backends.trainer.distributed import ALONE, World
-from backends.trainer.model.recompute import Memory
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.models import make_tiny_vl
 from tests.ranks import on_ranks
 from tests.trainers import assert_same, config, forward_backward, lora_model, perturb, relative_distance
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Mesh
+from tinker_server.backends.protocol import ADAPTER_FILE, EncodedBatch
+from tinker_server.backends.trainer.distributed import ALONE, World
+from tinker_server.backends.trainer.model.recompute import Memory
+from tinker_server.backends.trainer.rank import TrainerRank
 
 LORAS = {"m": Trainable(rank=8, seed=1, train_vision=True, layout="service"), "n": Trainable(rank=3, seed=2)}
 ADAM = AdamParams(learning_rate=0.1, eps=1.0, weight_decay=0.1, grad_clip_norm=5.0)

@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from api_schemas.inputs import Datum
-from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
-from backends.inputs.rendering import Renderer
-from backends.trainer.rank import TrainerRank
-from backends.trainer.step.batch_request import Members
 from tests.double_precision import in_float64
 from tests.factories import MIXED, batch, datum_for, make_renderer, present, succeeded
 from tests.reference import Reference, Steps
 from tests.trainers import gradients as gradients_of
 from tests.trainers import lora_model, trained, trainer
 from tests.trainers import together as compute_together
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.trainer.rank import TrainerRank
+from tinker_server.backends.trainer.step.batch_request import Members
 
 RTOL = {"float64": 1e-10, "float32": 5e-4}
 """Of a tensor's largest entry, and as far in log probabilities, nats. References are in float64. With the trainer in

@@ -15,19 +15,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from api_schemas.inputs import ImageChunk, ModelInput
-from api_schemas.training import ForwardBackwardOutput, Trainable
-from backends.inputs.rendering import Renderer
-from backends.processes.spans import ProcessSpan, spans_to
-from backends.protocol import EncodedBatch, InvalidInput, LoadedModel
-from backends.trainer.client import TrainerClient
-from backends.trainer.distributed import World
-from backends.trainer.model import packing, token_logprobs
-from backends.trainer.model.recompute import Recomputation
-from backends.trainer.rank import TrainerRank
-from backends.trainer.step.batch_request import Members
-from backends.trainer.step.losses import LOSSES
-from backends.trainer.step.step import Failures
 from tests.factories import (
     LOSS_INPUTS,
     MIXED,
@@ -51,6 +38,19 @@ from tests.trainers import (
     together,
     trainer,
 )
+from tinker_server.api_schemas.inputs import ImageChunk, ModelInput
+from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.processes.spans import ProcessSpan, spans_to
+from tinker_server.backends.protocol import EncodedBatch, InvalidInput, LoadedModel
+from tinker_server.backends.trainer.client import TrainerClient
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model import packing, token_logprobs
+from tinker_server.backends.trainer.model.recompute import Recomputation
+from tinker_server.backends.trainer.rank import TrainerRank
+from tinker_server.backends.trainer.step.batch_request import Members
+from tinker_server.backends.trainer.step.losses import LOSSES
+from tinker_server.backends.trainer.step.step import Failures
 
 RANKS = (1, 4, 8, 32)
 
@@ -232,7 +232,7 @@ def test_a_microbatch_that_runs_out_of_memory_is_computed_model_by_model(
         add_model(rank, f"m{place}", 4, place)
         batches.append((f"m{place}", cross_entropy([datum(MIXED["text"], renderer, place)])))
     with monkeypatch.context() as patch:
-        patch.setattr("backends.trainer.step.step.pack", scarce)
+        patch.setattr("tinker_server.backends.trainer.step.step.pack", scarce)
         outputs = together(rank, batches)
     assert_as_alone(rank, batches, outputs)
 

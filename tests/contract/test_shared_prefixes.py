@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api_schemas.inputs import Datum
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import VOCAB, cross_entropy, prompt, text
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.trainers import LORA, config, trained
 from tests.tries import datums_of
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 
 def data() -> list[Datum]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from api_schemas.training import AdamParams, Trainable
-from backends.protocol import BackendFailed, LoadedModel
-from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import config
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.protocol import BackendFailed, LoadedModel
+from tinker_server.backends.trainer.client import TrainerClient
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

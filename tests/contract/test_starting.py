@@ -23,11 +23,11 @@ import httpx
 import pytest
 import tinker
 
-from backends.protocol import Loading
 from tests.factories import present
 from tests.fake_server import Running
 from tests.fakes import FakeBackend
 from tests.servers import KEY, MODEL
+from tinker_server.backends.protocol import Loading
 from tinker_server.release import release
 from tinker_server.web import connections
 from tinker_server.web.connections import Connections
@@ -210,7 +210,7 @@ def test_few_descriptors_leave_room_beside_held_requests(monkeypatch: pytest.Mon
 SLOW_SERVER = """
 import asyncio, sys, tinker_server.__main__ as main, tinker_server.app as app
 from pathlib import Path
-from backends.protocol import BackendFailed, Unavailable
+from tinker_server.backends.protocol import BackendFailed, Unavailable
 from tests.fakes import FakeBackend
 
 file = Path(sys.argv.pop(1))

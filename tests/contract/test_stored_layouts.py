@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.training import Layout, LoraConfig
-from api_schemas.weights import LoadWeightsRequest, SaveWeightsRequest
 from tests.models import make_tiny_qwen3_5
 from tests.recovery import RealTrainer, create, finished, server, train
 from tests.submitting import Client
+from tinker_server.api_schemas.training import Layout, LoraConfig
+from tinker_server.api_schemas.weights import LoadWeightsRequest, SaveWeightsRequest
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from api_schemas.training import AdamParams, Trainable
-from backends.protocol import InvalidInput, ModelLost
-from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, batch, cross_entropy, datum
 from tests.trainers import config
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.protocol import InvalidInput, ModelLost
+from tinker_server.backends.trainer.client import TrainerClient
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

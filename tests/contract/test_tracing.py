@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from backends.processes.spans import ANSWERED, ProcessSpan, emit
 from tests.collector import Collector, Span
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
+from tinker_server.backends.processes.spans import ANSWERED, ProcessSpan, emit
 from tinker_server.errors import StartFailed
 from tinker_server.observability.tracing import exporter
 from tinker_server.observability.tracing.exporter import FLUSH_S

@@ -14,13 +14,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum
-from api_schemas.training import ForwardBackwardOutput, Trainable
-from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
@@ -38,6 +31,13 @@ from tests.trainers import (
     reference_logprobs,
     together,
 )
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 from tinker_server.weights.export import write_tinker_form
 
 TRAINED = Trainable(rank=8, seed=1, train_vision=True)

@@ -18,14 +18,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import MAX_COLUMNS, Chunk, Datum, ImageChunk
-from api_schemas.training import AdamParams, Trainable
-from backends.families.qwen import mrope_positions
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.client import TrainerClient
-from backends.trainer.model import token_logprobs
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, present, prompt, words
 from tests.models import make_tiny_of, make_tiny_vl
 from tests.reference import Reference, Steps
@@ -44,6 +36,14 @@ from tests.trainers import (
     relative_distance,
     trainer,
 )
+from tinker_server.api_schemas.inputs import MAX_COLUMNS, Chunk, Datum, ImageChunk
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.families.qwen import mrope_positions
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.trainer.client import TrainerClient
+from tinker_server.backends.trainer.model import token_logprobs
+from tinker_server.backends.trainer.rank import TrainerRank
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 from functools import partial
 from pathlib import Path
 
-from backends.inputs.rendering import Renderer
-from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
 from tests.layouts import add_mistrals_layout
 from tests.models import make_tiny_of
 from tests.sampling import ATOL, sampler_config, score_distances, scores_of
 from tests.trainers import LORA, trainer
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.sampler.pool import SamplerPool
 
 
 async def test_engine_and_trainer_read_the_same_of_two_layouts(tmp_path: Path) -> None:

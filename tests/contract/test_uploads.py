@@ -19,12 +19,12 @@ import httpx
 import pytest
 from safetensors.numpy import save
 
-from backends.protocol import LoadedModel, ModelLost
 from tests.dashboard import Owner, with_keys
 from tests.fake_server import Running
 from tests.fakes import ADAPTER
 from tests.uploading import FILES, Started
 from tests.waiting import wait_until
+from tinker_server.backends.protocol import LoadedModel, ModelLost
 from tinker_server.store.uploads import CONFIG_BYTES, KEPT_S
 
 CONFIG = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 32}'

@@ -13,12 +13,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum
-from api_schemas.training import Trainable
-from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.client import TrainerClient
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, twins, words
 from tests.trainers import (
     SMOOTH,
@@ -30,6 +24,12 @@ from tests.trainers import (
     perturb,
     reference_logprobs,
 )
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.trainer.client import TrainerClient
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 LORA = Trainable(rank=8, seed=1)
 SMALL, WIDE, TALL = image(64, 64, 1), image(160, 64, 2), image(64, 160, 3)

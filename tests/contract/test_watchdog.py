@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from backends.processes.rpc import ChildHangs
-from backends.protocol import ModelLost
-from backends.trainer.client import TrainerClient
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.trainers import LORA, SMOOTH, config
+from tinker_server.backends.processes.rpc import ChildHangs
+from tinker_server.backends.protocol import ModelLost
+from tinker_server.backends.trainer.client import TrainerClient
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

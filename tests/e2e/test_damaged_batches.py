@@ -12,12 +12,12 @@ import httpx
 import numpy as np
 import pytest
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
-from backends.inputs.rendering import Renderer
 from tests.factories import MIXED, batch, datum
 from tests.servers import KEY, MODEL, Server
 from tests.training import logprobs_of
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
+from tinker_server.backends.inputs.rendering import Renderer
 
 BATCHES, SEED = 200, 1
 GAP_S = 0.1

@@ -22,8 +22,8 @@ TOLERANCE = 2e-3
 """Nats, between two starts of an engine."""
 LESS_PATIENT = f"""
 import sys
-from backends.configure import describe
-from backends.trainer.client import TrainerClient
+from tinker_server.backends.configure import describe
+from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.__main__ import main
 describe.SAMPLER_SILENCE_S["cpu"] = {PATIENCE_S}
 TrainerClient.__init__.__kwdefaults__["patience_s"] = {PATIENCE_S}

@@ -10,10 +10,10 @@ import pytest
 import tinker
 import tinker.types as types
 
-from api_schemas.inputs import Chunk
 from tests.factories import MIXED, as_text, datum, image, photo, prompt, words
 from tests.servers import MODEL, Server, sdk_datum, sdk_input
 from tests.training import ADAM, PLACEHOLDER, batch, logprobs_of, step
+from tinker_server.api_schemas.inputs import Chunk
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from backends.model_spec import Placement
 from tests.factories import datum
 from tests.servers import sdk_input
 from tests.training import logprobs_of
+from tinker_server.backends.model_spec import Placement
 
 MEAN, LARGEST = 0.03, 0.2
 ON_CUDA: dict[str, Any] = {

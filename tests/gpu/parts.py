@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from backends.base_weights.client import BaseWeights
-from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec
-from backends.processes.launcher import launch_sampler, launch_trainer
-from backends.protocol import ignore_loading
-from backends.sampler.commands import CountProgress
-from backends.sampler.pool import SamplerPool
-from backends.trainer.client import TrainerClient
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import of_text, scoring_datum
 from tests.sampling import sample, scoring
 from tests.trainers import LORA
+from tinker_server.backends.base_weights.client import BaseWeights
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.launcher import launch_sampler, launch_trainer
+from tinker_server.backends.protocol import ignore_loading
+from tinker_server.backends.sampler.commands import CountProgress
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.client import TrainerClient
 
 
 class Parts:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.kernels.plain_attention import plain_attention
-from backends.kernels.shared_prefix import tables
-from backends.kernels.varlen_attention import LONG, _cudnn_serves, packed_attention
-from backends.trainer.model.shared_prefixes import Prefixes
 from tests.attention import masked_softmax, span_rows
 from tests.tries import datums_of
+from tinker_server.backends.kernels.plain_attention import plain_attention
+from tinker_server.backends.kernels.shared_prefix import tables
+from tinker_server.backends.kernels.varlen_attention import LONG, _cudnn_serves, packed_attention
+from tinker_server.backends.trainer.model.shared_prefixes import Prefixes
 
 pytestmark = pytest.mark.gpu
 ROWS = span_rows(LONG)

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.sampling import SampledSequence
-from backends.formats.load_check import LoadCheck, text_input
-from backends.model_spec import Placement
-from backends.protocol import BackendFailed
-from backends.sampler.pool import SamplerPool
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, assert_close, of_text, scoring_datum
 from tests.models import DIVIDED, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config, scores_of, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence
+from tinker_server.backends.formats.load_check import LoadCheck, text_input
+from tinker_server.backends.model_spec import Placement
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23, 300)}

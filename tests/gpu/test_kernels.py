@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
-from backends.families.processors import ImageProcessor
-from backends.formats.block_fp8 import dequantised, multiply, packed, unpack
-from backends.kernels import log_softmax
-from backends.kernels.delta_rule import CHUNK, chunk_indices, packed_delta_rule
-from backends.kernels.delta_rule_gradients import of_queries_and_keys
-from backends.kernels.rotary import rotate
-from backends.sampler.engine.vllm_patches.float32_residual import add_and_norm
-from backends.trainer.lora.grouped import _add_grouped_product
-from backends.trainer.lora.linear import add_product, scaled
 from tests import delta_rule
 from tests.models import make_tiny_internvl
+from tinker_server.backends.families.processors import ImageProcessor
+from tinker_server.backends.formats.block_fp8 import dequantised, multiply, packed, unpack
+from tinker_server.backends.kernels import log_softmax
+from tinker_server.backends.kernels.delta_rule import CHUNK, chunk_indices, packed_delta_rule
+from tinker_server.backends.kernels.delta_rule_gradients import of_queries_and_keys
+from tinker_server.backends.kernels.rotary import rotate
+from tinker_server.backends.sampler.engine.vllm_patches.float32_residual import add_and_norm
+from tinker_server.backends.trainer.lora.grouped import _add_grouped_product
+from tinker_server.backends.trainer.lora.linear import add_product, scaled
 
 pytestmark = pytest.mark.gpu
 

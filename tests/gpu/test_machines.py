@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Dtype, Mesh, ModelSpec, Placement
-from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.replicas import Machine, until_on
 from tests.trainers import LORA, SMOOTH, config, relative_distance
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Dtype, Mesh, ModelSpec, Placement
+from tinker_server.backends.trainer.client import TrainerClient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

@@ -14,12 +14,17 @@ import pytest
 import torch
 from PIL import Image
 
-from api_schemas.sampling import SamplingParams
-from api_schemas.training import AdamParams
-from backends.config import BackendConfig
-from backends.configure.create import LocalBackend
-from backends.configure.describe import FoundModel, describe_models
-from backends.configure.memory_plan import (
+from benchmarks.shapes import SHAPES, make_model
+from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
+from tests.gpu.agreement import share_kernels
+from tests.models import make_wide_moe
+from tests.trainers import LORA, SMOOTH, forward_backward, lora_model, relative_distance, trainer
+from tinker_server.api_schemas.sampling import SamplingParams
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.create import LocalBackend
+from tinker_server.backends.configure.describe import FoundModel, describe_models
+from tinker_server.backends.configure.memory_plan import (
     ENGINE_CONTEXT_BYTES,
     HOLDER_CONTEXT_BYTES,
     TRAINER_CONTEXT_BYTES,
@@ -27,19 +32,14 @@ from backends.configure.memory_plan import (
     engine_parts,
     trainer_parts,
 )
-from backends.families.family import RenderedImage
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Placement
-from backends.protocol import SamplingTask
-from backends.sampler.engine.engine import engine_args
-from backends.trainer.distributed import World
-from backends.trainer.model.recompute import MARGIN, Memory
-from backends.trainer.rank import TrainerRank
-from benchmarks.shapes import SHAPES, make_model
-from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
-from tests.gpu.agreement import share_kernels
-from tests.models import make_wide_moe
-from tests.trainers import LORA, SMOOTH, forward_backward, lora_model, relative_distance, trainer
+from tinker_server.backends.families.family import RenderedImage
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Placement
+from tinker_server.backends.protocol import SamplingTask
+from tinker_server.backends.sampler.engine.engine import engine_args
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.recompute import MARGIN, Memory
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
 

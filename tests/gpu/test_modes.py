@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.inputs import Datum
-from api_schemas.training import AdamParams, Trainable
-from backends.sampler.pool import SamplerPool
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, assert_close, scoring_datum
 from tests.models import FAMILIES
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import config, forward_backward, logprobs, perturb
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
 

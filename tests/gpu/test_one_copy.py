@@ -16,11 +16,6 @@ import psutil
 import pytest
 import torch
 
-from api_schemas.training import AdamParams
-from backends.base_weights.mapped import Files, map_views
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Mesh, ModelSpec, Placement
-from backends.sampler.engine.engine import stays_in_fp8
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, assert_close, of_text, scoring_datum
@@ -28,6 +23,11 @@ from tests.gpu.parts import Parts, used_bytes
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.base_weights.mapped import Files, map_views
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Mesh, ModelSpec, Placement
+from tinker_server.backends.sampler.engine.engine import stays_in_fp8
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

@@ -12,12 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.training import AdamParams
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import GIB, Machine
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Placement
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, make_renderer, present, prompt, words
 from tests.gpu.agreement import assert_close, scoring_datum
@@ -25,6 +19,12 @@ from tests.gpu.parts import Parts, used_bytes
 from tests.models import make_tiny_vl
 from tests.sampling import sample, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import GIB, Machine
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Placement
 
 pytestmark = pytest.mark.gpu
 CASES: dict[str, tuple[str, float, dict[str, Any], bool]] = {

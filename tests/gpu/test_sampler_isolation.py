@@ -13,11 +13,6 @@ import pytest
 import pytest_asyncio
 import torch
 
-from backends.formats.model_files import kv_bytes_per_token
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Placement
-from backends.protocol import InvalidInput
-from backends.sampler.pool import SamplerPool
 from tests.factories import MIXED, prompt, words
 from tests.sampling import (
     OVERFLOWING,
@@ -31,6 +26,11 @@ from tests.sampling import (
     scoring,
     spoilt,
 )
+from tinker_server.backends.formats.model_files import kv_bytes_per_token
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Placement
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler.pool import SamplerPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]
 

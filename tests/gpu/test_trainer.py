@@ -13,12 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from api_schemas.inputs import Datum
-from api_schemas.training import Trainable
-from backends.model_spec import Mesh, ModelSpec, Placement
-from backends.trainer.client import TrainerClient
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
 from tests.models import make_tiny_qwen3_5, make_tiny_vl
 from tests.trainers import (
@@ -32,6 +26,12 @@ from tests.trainers import (
     relative_distance,
     together,
 )
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.model_spec import Mesh, ModelSpec, Placement
+from tinker_server.backends.trainer.client import TrainerClient
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
 CUDA: dict[str, Any] = {"device": "cuda"}

@@ -22,18 +22,18 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Chunk, Datum
-from api_schemas.training import ForwardBackwardOutput, Trainable
-from backends.inputs.rendering import Renderer
-from backends.model_spec import Placement
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from benchmarks.shapes import Shape, make_model
 from tests.compositions import MAX_TOKENS, RANKS, Composition, compositions, data_of
 from tests.factories import cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_of, make_tiny_qwen3_5
 from tests.published import OTHERS
 from tests.trainers import config, gradients, lora_model, reference_inputs, relative_distance, together
+from tinker_server.api_schemas.inputs import Chunk, Datum
+from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import Placement
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
 _PUBLISHED = OTHERS["Qwen/Qwen3-VL-4B-Instruct"]

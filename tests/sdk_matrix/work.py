@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from api_schemas.inputs import Datum, ImageChunk, ModelInput
-from backends.inputs.rendering import Renderer
 from tests.factories import MIXED, VOCAB, as_text, datum
 from tests.servers import MODEL
+from tinker_server.api_schemas.inputs import Datum, ImageChunk, ModelInput
+from tinker_server.backends.inputs.rendering import Renderer
 
 NUM_SMALL = 1100
 """More datums than any version sends in one request (1024 at most)."""

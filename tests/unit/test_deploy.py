@@ -21,9 +21,9 @@ import yaml
 from pydantic import BaseModel
 from sqlalchemy.engine import make_url
 
-from backends.protocol import BackendFailed, Unavailable
 from tests.fake_server import Running
 from tinker_server.__main__ import may_pass
+from tinker_server.backends.protocol import BackendFailed, Unavailable
 from tinker_server.command_line import parse, read_settings
 from tinker_server.errors import DatabaseUnavailable, StartDelayed, StartFailed, Superseded
 from tinker_server.release import Release, find

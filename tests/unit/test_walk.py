@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
 from tests.walking import Client, serving
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
 
 SLACK = 3
 """Calls by which a ceiling may be too high."""

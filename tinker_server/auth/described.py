@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from api_schemas.listing import from_unix
-from api_schemas.owners import KeyInfo, KeysResponse
+from tinker_server.api_schemas.listing import from_unix
+from tinker_server.api_schemas.owners import KeyInfo, KeysResponse
 from tinker_server.auth.key import Key
 
 

@@ -8,8 +8,8 @@ import json
 import logging
 from pathlib import Path
 
-from backends.files import write_private
 from tinker_server.auth.keys import Keys
+from tinker_server.backends.files import write_private
 
 log = logging.getLogger(__name__)
 _FILE = "key-uses"

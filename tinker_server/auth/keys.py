@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from backends.files import make_directory, write_private
 from tinker_server.auth.key import SHA, Key, Scope, hash_of, is_name
+from tinker_server.backends.files import make_directory, write_private
 from tinker_server.errors import BadRequest, KeysUnreadable, StartFailed
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import secrets
 from pathlib import Path
 
-from backends.files import write_private
+from tinker_server.backends.files import write_private
 
 
 def private_secret(path: Path) -> bytes:

@@ -10,7 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from api_schemas.ids import owner_urn
+from tinker_server.api_schemas.ids import owner_urn
 from tinker_server.auth.key import Key
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.private_file import private_secret

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from backends import tasks
-from backends.protocol import BackendFailed, ChatTask, InvalidInput
+from tinker_server.backends import tasks
+from tinker_server.backends.protocol import BackendFailed, ChatTask, InvalidInput
 from tinker_server.chat.images import files, with_data
 from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from re import _constants as sre_constants  # type: ignore[attr-defined, unused-ignore]
 from re import _parser as sre_parser  # type: ignore[attr-defined, unused-ignore]
 
-from api_schemas.base import NOTED_BYTES, unstorable
+from tinker_server.api_schemas.base import NOTED_BYTES, unstorable
 from tinker_server.errors import BadField
 
 QUOTED = 100

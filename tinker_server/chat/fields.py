@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Union
 
-from backends.protocol import ChatEndpoint
+from tinker_server.backends.protocol import ChatEndpoint
 from tinker_server.chat.bounds import quote
 from tinker_server.errors import BadField
 

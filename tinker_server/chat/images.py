@@ -4,7 +4,7 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
-from backends.protocol import ChatEndpoint
+from tinker_server.backends.protocol import ChatEndpoint
 from tinker_server.errors import BadField, BadRequest
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.offload import off_loop

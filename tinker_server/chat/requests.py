@@ -6,9 +6,9 @@ from collections.abc import AsyncIterable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from api_schemas.base import unstorable
-from api_schemas.inputs import MAX_IMAGE_CHARS
-from backends.protocol import ChatEndpoint
+from tinker_server.api_schemas.base import unstorable
+from tinker_server.api_schemas.inputs import MAX_IMAGE_CHARS
+from tinker_server.backends.protocol import ChatEndpoint
 from tinker_server.chat.bounds import MAX_NAME, quote, require_bounded
 from tinker_server.chat.fields import ANY, SHAPES, is_moot, require_known
 from tinker_server.chat.messages import require_arguments

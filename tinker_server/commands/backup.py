@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sqlalchemy import URL
 
-from backends.files import flush, write_aside
+from tinker_server.backends.files import flush, write_aside
 from tinker_server.commands import databases
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings

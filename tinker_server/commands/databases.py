@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from backends.files import write_aside
+from tinker_server.backends.files import write_aside
 from tinker_server.errors import StartFailed
 
 FILES = {"sqlite": "tinker-server.db", "postgresql": "database.dump"}

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from backends.config import BackendConfig, Examination, ExaminedPatch
-from backends.configure.torchvision_check import require_torchvision
-from backends.protocol import BackendFailed
+from tinker_server.backends.config import BackendConfig, Examination, ExaminedPatch
+from tinker_server.backends.configure.torchvision_check import require_torchvision
+from tinker_server.backends.protocol import BackendFailed
 from tinker_server.commands.tables import show
 from tinker_server.models.admission import MAX_IMAGE_BYTES
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 def diagnose(config: BackendConfig, gpus: str | None, *, as_json: bool, shows_changes: bool) -> None:
     """Run the command: print what `examine` finds. Raises BackendFailed if a model cannot be served."""
     require_torchvision()
-    from backends.configure.create import examine as examine_backend  # slow to import: brings torch
+    from tinker_server.backends.configure.create import examine as examine_backend  # slow to import: brings torch
 
     found = examine_backend(config, gpus)
     if as_json:

@@ -11,7 +11,12 @@ from tinker_server.embedded import DIRECTORIES
 async def belong(arguments: argparse.Namespace) -> None:
     """Run join until the machine has left, or leave. Raises StartFailed, BackendFailed, and CancelledError when
     interrupted."""
-    from backends.cluster.join import join, leave, offer_of, until_answered  # slow to import: brings transformers
+    from tinker_server.backends.cluster.join import (  # slow to import: brings transformers
+        join,
+        leave,
+        offer_of,
+        until_answered,
+    )
 
     address, token_file, name = arguments.address, arguments.token_file, arguments.name
     if arguments.command == "leave":

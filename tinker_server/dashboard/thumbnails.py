@@ -7,7 +7,7 @@ import io
 
 from PIL import Image
 
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 from tinker_server.offload import LARGE, off_loop
 
 SIDE_PIXELS, LARGEST_PIXELS = 160, 16_000_000

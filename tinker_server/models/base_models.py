@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from api_schemas.training import Trainable
-from backends.protocol import WHOLE_MODEL, BaseModel, Trainer
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.protocol import WHOLE_MODEL, BaseModel, Trainer
 from tinker_server.errors import OtherBaseModel, UnknownBaseModel, Unsupported
 
 

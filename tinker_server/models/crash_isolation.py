@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from backends.processes.crash_isolation import CrashIsolation, Suspect
-from backends.protocol import BackendFailed
+from tinker_server.backends.processes.crash_isolation import CrashIsolation, Suspect
+from tinker_server.backends.protocol import BackendFailed
 from tinker_server.errors import DatabaseUnavailable, Superseded
 from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.store import FutureStore

@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.protocol import LoadedModel, ModelLost, ProcessDied, Trainer
+from tinker_server.backends.protocol import LoadedModel, ModelLost, ProcessDied, Trainer
 from tinker_server.errors import DatabaseUnavailable, LostModel, ModelIdTaken, UnknownModel
 from tinker_server.models.base_models import BaseModels, require_adapter
 from tinker_server.models.replay import LogReplay, Replayed, log_changed_numerics

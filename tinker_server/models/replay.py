@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from api_schemas.training import AdamParams, OptimStepRequest
-from api_schemas.weights import LoadWeightsRequest
-from backends.protocol import EncodedBatch, InvalidInput, LoadedModel, Trainer
+from tinker_server.api_schemas.training import AdamParams, OptimStepRequest
+from tinker_server.api_schemas.weights import LoadWeightsRequest
+from tinker_server.backends.protocol import EncodedBatch, InvalidInput, LoadedModel, Trainer
 from tinker_server.errors import LostModel
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage

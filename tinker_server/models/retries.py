@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from backends.protocol import ModelLost, ProcessDied
+from tinker_server.backends.protocol import ModelLost, ProcessDied
 from tinker_server.errors import DatabaseUnavailable
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.sampling import SampleRequest
 from tinker_server.errors import Cancelled
 from tinker_server.models.intake import Intake
 from tinker_server.models.model import NO_MODEL

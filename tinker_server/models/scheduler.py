@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterator
 
-from backends.protocol import ModelLost, Trainer
+from tinker_server.backends.protocol import ModelLost, Trainer
 from tinker_server.errors import DatabaseUnavailable, LostModel, Superseded
 from tinker_server.models.actor import Actor
 from tinker_server.models.intake import Intake

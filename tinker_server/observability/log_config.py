@@ -13,7 +13,7 @@ MAX_LINES = 200
 _KEY = re.compile(r"tml-[\w.-]+|eyJ[\w.-]+")
 
 
-_OURS = ("tinker_server", "backends", "__main__")
+_OURS = ("tinker_server", "__main__")
 """Loggers whose level is the setting."""
 
 

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from backends.protocol import Loading
+from tinker_server.backends.protocol import Loading
 
 log = logging.getLogger(__name__)
 LINES_S = 10.0

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from api_schemas.inputs import ImageChunk, ModelInput
-from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tinker_server.api_schemas.inputs import ImageChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tinker_server.store.futures.observers import Work
 
 MAX_BYTES = 64 << 20

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from api_schemas.inputs import ModelInput
-from api_schemas.sampling import SampledSequence, SamplingParams
-from backends.files import write_private
+from tinker_server.api_schemas.inputs import ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence, SamplingParams
+from tinker_server.backends.files import write_private
 from tinker_server.observability.recent_samples import Drawn, Shown
 
 log = logging.getLogger(__name__)

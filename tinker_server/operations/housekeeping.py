@@ -10,8 +10,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from backends.protocol import BackendFailed
 from tinker_server.auth.key_uses import KeyUses
+from tinker_server.backends.protocol import BackendFailed
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models.scheduler import Scheduler
 from tinker_server.observability.recent_samples import Gallery

@@ -5,15 +5,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from api_schemas import wire
-from api_schemas.training import (
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.training import (
     AdamParams,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     OptimStepRequest,
     OptimStepResponse,
 )
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 from tinker_server.offload import off_loop
 from tinker_server.store.futures.observers import Work
 from tinker_server.store.futures.records import Operation

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
-from backends.protocol import BackendFailed, InvalidInput, ProcessDied
+from tinker_server.backends.protocol import BackendFailed, InvalidInput, ProcessDied
 from tinker_server.errors import GradientIncomplete
 from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.models.model import Model, NoModel

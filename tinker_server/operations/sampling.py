@@ -2,9 +2,9 @@
 
 import contextlib
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.sampling import SampleRequest, SampleResponse
-from backends.protocol import SamplingTask
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampleRequest, SampleResponse
+from tinker_server.backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
 from tinker_server.offload import LARGE, off_loop
 from tinker_server.store.futures.observers import Work

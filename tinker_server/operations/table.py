@@ -13,18 +13,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from api_schemas import ids, wire
-from api_schemas.base import Request, Response
-from api_schemas.old_clients import results
-from api_schemas.old_clients.forward import ForwardRequest
-from api_schemas.sampling import SampleRequest
-from api_schemas.training import (
+from tinker_server.api_schemas import ids, wire
+from tinker_server.api_schemas.base import Request, Response
+from tinker_server.api_schemas.old_clients import results
+from tinker_server.api_schemas.old_clients.forward import ForwardRequest
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.training import (
     CreateModelRequest,
     ForwardBackwardRequest,
     OptimStepRequest,
     UnloadModelRequest,
 )
-from api_schemas.weights import (
+from tinker_server.api_schemas.weights import (
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Set
 from typing import cast, get_args
 
-from api_schemas import ids
-from api_schemas.training import (
+from tinker_server.api_schemas import ids
+from tinker_server.api_schemas.training import (
     AdamParams,
     CreateModelRequest,
     CreateModelResponse,
@@ -26,8 +26,8 @@ from api_schemas.training import (
     UnloadModelRequest,
     UnloadModelResponse,
 )
-from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
-from backends.protocol import BaseModelInfo, EncodedBatch, InvalidInput
+from tinker_server.api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
+from tinker_server.backends.protocol import BaseModelInfo, EncodedBatch, InvalidInput
 from tinker_server.errors import Unsupported
 from tinker_server.models.model import Model
 from tinker_server.store.checkpoints import parse_path

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from pydantic import TypeAdapter
 
-from api_schemas.admin import (
+from tinker_server.api_schemas.admin import (
     ApiKeyDetails,
     ApiKeyResponse,
     AuditEntryInfo,
@@ -29,8 +29,8 @@ from api_schemas.admin import (
     UsageSession,
     User,
 )
-from api_schemas.ids import owner_urn
-from api_schemas.listing import from_unix
+from tinker_server.api_schemas.ids import owner_urn
+from tinker_server.api_schemas.listing import from_unix
 from tinker_server.auth.key import hash_of
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, KeysReadOnly, StartFailed, Unauthenticated, UnknownSession

@@ -10,9 +10,9 @@ from typing import TypeVar
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from api_schemas.wire import JSON
-from backends import tasks
-from backends.protocol import ChatEndpoint, InvalidInput
+from tinker_server.api_schemas.wire import JSON
+from tinker_server.backends import tasks
+from tinker_server.backends.protocol import ChatEndpoint, InvalidInput
 from tinker_server.chat.requests import ChatRequest, check, parse, read, receive
 from tinker_server.chat.responses import Translation, to_chat
 from tinker_server.errors import BadRequest, TinkerServerError, shorten

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Path, Response
 from fastapi.responses import RedirectResponse
 
-from api_schemas.checkpoints import (
+from tinker_server.api_schemas.checkpoints import (
     TYPES,
     CheckpointCursor,
     CheckpointInfo,
@@ -27,9 +27,9 @@ from api_schemas.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from api_schemas.listing import Cursor, from_unix
-from api_schemas.old_clients.versions import takes_upload_headers, visible_kinds
-from api_schemas.weights import Kind, TinkerPath, check_name
+from tinker_server.api_schemas.listing import Cursor, from_unix
+from tinker_server.api_schemas.old_clients.versions import takes_upload_headers, visible_kinds
+from tinker_server.api_schemas.weights import Kind, TinkerPath, check_name
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import (
     BadRequest,

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, StreamingResponse
 
-from api_schemas.checkpoints import UploadedFileResponse
-from api_schemas.wire import JSON
+from tinker_server.api_schemas.checkpoints import UploadedFileResponse
+from tinker_server.api_schemas.wire import JSON
 from tinker_server.errors import (
     BadRequest,
     BodyTooLarge,

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 
-from api_schemas import wire
-from api_schemas.futures import (
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.futures import (
     CancelFutureRequest,
     FutureCompletion,
     FutureFailed,
@@ -20,9 +20,9 @@ from api_schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
-from api_schemas.old_clients import results
-from api_schemas.training import CreateModelResponse, OptimStepResponse, UnloadModelResponse
-from api_schemas.weights import (
+from tinker_server.api_schemas.old_clients import results
+from tinker_server.api_schemas.training import CreateModelResponse, OptimStepResponse, UnloadModelResponse
+from tinker_server.api_schemas.weights import (
     LoadWeightsResponse,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,

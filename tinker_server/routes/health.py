@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastapi import APIRouter
 
-from api_schemas.service import HealthResponse
+from tinker_server.api_schemas.service import HealthResponse
 from tinker_server.errors import DiskFull, StillStarting
 from tinker_server.release import release
 from tinker_server.web.deps import AppSettings

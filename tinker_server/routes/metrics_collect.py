@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import CollectorRegistry
 
-from backends.protocol import BaseModel, EngineUse, GpuState, NodeState, ProcessState
+from tinker_server.backends.protocol import BaseModel, EngineUse, GpuState, NodeState, ProcessState
 from tinker_server.offload import LARGE, off_loop
 from tinker_server.store.last_backup import backup_age_s
 from tinker_server.web.deps import Services

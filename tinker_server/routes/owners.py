@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
-from api_schemas.listing import Cursor, from_unix
-from api_schemas.owners import (
+from tinker_server.api_schemas.listing import Cursor, from_unix
+from tinker_server.api_schemas.owners import (
     KeysResponse,
     OwnedRun,
     OwnedRunsResponse,
@@ -22,7 +22,7 @@ from api_schemas.owners import (
     Tokens,
     UnloadRunRequest,
 )
-from api_schemas.sessions import FinishReason, FinishSessionRequest
+from tinker_server.api_schemas.sessions import FinishReason, FinishSessionRequest
 from tinker_server.auth.described import describe_keys
 from tinker_server.errors import AdministratorsOnly, Cancelled, UnknownModel
 from tinker_server.operations.recording import is_optim_step

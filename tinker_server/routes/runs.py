@@ -4,9 +4,9 @@ import time
 
 from fastapi import APIRouter, Response
 
-from api_schemas.ids import owner_urn
-from api_schemas.listing import Cursor, from_unix
-from api_schemas.runs import LogMetricsRequest, TrainingRunInfo, TrainingRunsResponse
+from tinker_server.api_schemas.ids import owner_urn
+from tinker_server.api_schemas.listing import Cursor, from_unix
+from tinker_server.api_schemas.runs import LogMetricsRequest, TrainingRunInfo, TrainingRunsResponse
 from tinker_server.errors import Busy, LimitReached, UnknownModel
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord

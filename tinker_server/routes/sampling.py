@@ -8,10 +8,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response
 
-from api_schemas import ids
-from api_schemas.futures import UntypedFuture
-from api_schemas.inputs import QUICK_CHUNKS, EncodedTextChunk
-from api_schemas.sampling import (
+from tinker_server.api_schemas import ids
+from tinker_server.api_schemas.futures import UntypedFuture
+from tinker_server.api_schemas.inputs import QUICK_CHUNKS, EncodedTextChunk
+from tinker_server.api_schemas.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,

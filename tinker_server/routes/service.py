@@ -5,7 +5,7 @@ import logging
 
 from fastapi import APIRouter
 
-from api_schemas.service import (
+from tinker_server.api_schemas.service import (
     ClientConfigRequest,
     ClientConfigResponse,
     DynamicConfigResponse,

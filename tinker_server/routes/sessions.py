@@ -4,9 +4,9 @@ import time
 
 from fastapi import APIRouter, Response
 
-from api_schemas.ids import owner_urn
-from api_schemas.listing import from_unix
-from api_schemas.sessions import (
+from tinker_server.api_schemas.ids import owner_urn
+from tinker_server.api_schemas.listing import from_unix
+from tinker_server.api_schemas.sessions import (
     AssignProjectRequest,
     CreateSessionRequest,
     CreateSessionResponse,

@@ -5,15 +5,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from api_schemas.futures import UntypedFuture
-from api_schemas.training import (
+from tinker_server.api_schemas.futures import UntypedFuture
+from tinker_server.api_schemas.training import (
     CreateModelRequest,
     GetInfoRequest,
     GetInfoResponse,
     ModelData,
     OptimizerConfig,
 )
-from backends.protocol import BaseModelInfo
+from tinker_server.backends.protocol import BaseModelInfo
 from tinker_server.errors import Busy, SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
 from tinker_server.store.futures.records import Operation
 from tinker_server.web.deps import Caller, Runs, ServedModels

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from api_schemas.futures import UntypedFuture
-from api_schemas.weights import (
+from tinker_server.api_schemas.futures import UntypedFuture
+from tinker_server.api_schemas.weights import (
     LoadWeightsRequest,
 )
 from tinker_server.errors import BadRequest, Busy, SessionFinished, UnknownModel, UnknownSession

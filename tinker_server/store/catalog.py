@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Subquery, and_, case, exists, func, literal, or_, select
 
-from api_schemas.futures import FutureFailed
-from api_schemas.sessions import SearchSessionsRequest, StatusQuery
-from api_schemas.weights import Kind
+from tinker_server.api_schemas.futures import FutureFailed
+from tinker_server.api_schemas.sessions import SearchSessionsRequest, StatusQuery
+from tinker_server.api_schemas.weights import Kind
 from tinker_server.errors import UnknownModel
 from tinker_server.store import notes
 from tinker_server.store.database import Database, require_searchable

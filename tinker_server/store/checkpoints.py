@@ -5,8 +5,8 @@ from collections.abc import Iterator, Set
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from api_schemas.checkpoints import TYPES, SearchCheckpointsRequest
-from api_schemas.weights import TinkerPath
+from tinker_server.api_schemas.checkpoints import TYPES, SearchCheckpointsRequest
+from tinker_server.api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
 from tinker_server.store.catalog import OF_RUN, in_project, is_unexpired
 from tinker_server.store.database import Database, require_searchable

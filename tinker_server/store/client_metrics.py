@@ -7,7 +7,7 @@ from typing import cast
 
 from sqlalchemy import Table, case, func, select, tuple_
 
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 from tinker_server.errors import LimitReached
 from tinker_server.store.database import Database, delete_before
 from tinker_server.store.tables import ClientMetricRow, TrainingRunRow

@@ -320,7 +320,9 @@ def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None
     if lease is not None and is_there:
         lease.take(connection)
     config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(importlib.resources.files("migrations")).replace("%", "%%"))
+    config.set_main_option(
+        "script_location", str(importlib.resources.files("tinker_server.migrations")).replace("%", "%%")
+    )
     command.upgrade(config, revision)
     if lease is not None and not is_there:
         lease.take(connection)

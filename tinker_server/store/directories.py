@@ -24,7 +24,7 @@ from pathlib import Path
 from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from backends.files import flush, make_directory, write_aside
+from tinker_server.backends.files import flush, make_directory, write_aside
 from tinker_server.errors import DatabaseUnavailable, start_failure
 from tinker_server.store.database import Database
 from tinker_server.store.lease import lock_file

@@ -14,7 +14,7 @@ from shutil import disk_usage
 
 from sqlalchemy import String, func, select
 
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 from tinker_server.errors import DiskFull, LimitReached
 from tinker_server.store.database import Database
 from tinker_server.store.directories import ARCHIVE_SUFFIX, Storage, batches

@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from api_schemas.training import Trainable
-from api_schemas.weights import TinkerPath
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.api_schemas.weights import TinkerPath
 from tinker_server.store import tables
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import cast
 from sqlalchemy import Select, Table, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 from tinker_server.errors import BadRequest, ModelIdTaken, UnknownModel
 from tinker_server.store.database import Database, delete_where
 from tinker_server.store.directories import claim, release

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import Select, case, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 from tinker_server.errors import BadRequest, UnknownSampler
 from tinker_server.store.database import Database
 from tinker_server.store.directories import MAX_NAMES, claim, release

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from sqlalchemy import ColumnElement, select, update
 
-from api_schemas.listing import as_texts
-from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
-from backends.lru import LRU
+from tinker_server.api_schemas.listing import as_texts
+from tinker_server.api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
+from tinker_server.backends.lru import LRU
 from tinker_server.errors import HeartbeatEnded, SessionFinished, UnknownSession
 from tinker_server.store.database import Database
 from tinker_server.store.records import Session, held_bytes, record

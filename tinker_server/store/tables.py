@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-from api_schemas.training import Trainable
+from tinker_server.api_schemas.training import Trainable
 
 
 class TrainableJson(TypeDecorator[Trainable]):

@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict
 
-from api_schemas.training import LoraConfig
-from backends.files import write_aside, write_private
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tinker_server.api_schemas.training import LoraConfig
+from tinker_server.backends.files import write_aside, write_private
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.errors import BodyTooLarge, DiskFull, UnknownUpload, shorten
 
 log = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ so that it means the same whenever it runs."""
 from collections.abc import Sequence
 from typing import TypeVar
 
-from api_schemas.base import Request
-from api_schemas.inputs import ImageAssetPointerChunk, ImageChunk, ModelInput
-from api_schemas.old_clients.forward import ForwardRequest
-from api_schemas.sampling import SampleRequest
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinker_server.api_schemas.base import Request
+from tinker_server.api_schemas.inputs import ImageAssetPointerChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.old_clients.forward import ForwardRequest
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
 from tinker_server.errors import BadRequest
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.offload import LARGE, off_loop

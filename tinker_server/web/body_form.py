@@ -3,7 +3,7 @@
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_schemas.wire import JSON
+from tinker_server.api_schemas.wire import JSON
 from tinker_server.errors import BadRequest
 from tinker_server.web import vendors
 from tinker_server.web.gate import API, LARGE_BODIES, UPLOADS

@@ -7,7 +7,6 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 
-from backends.protocol import Backend
 from tinker_server.accounts import Records
 from tinker_server.auth.key import Key
 from tinker_server.auth.key_uses import KeyUses
@@ -15,6 +14,7 @@ from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
 from tinker_server.auth.tokens import Tokens
+from tinker_server.backends.protocol import Backend
 from tinker_server.chat.answering import Chats
 from tinker_server.errors import AdministratorsOnly
 from tinker_server.models.admission import Admission

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api_schemas.inputs import MAX_IMAGE_CHARS
-from api_schemas.wire import PROTOBUF
+from tinker_server.api_schemas.inputs import MAX_IMAGE_CHARS
+from tinker_server.api_schemas.wire import PROTOBUF
 from tinker_server.auth.key import Key
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.sign_ins import COOKIE, TOKEN_HEADER, SignIns

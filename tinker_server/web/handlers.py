@@ -8,9 +8,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from api_schemas.base import NOTED_TOO_LARGE, UNSTORABLE, unstorable
-from api_schemas.wire import MalformedBody
-from backends.protocol import InvalidInput
+from tinker_server.api_schemas.base import NOTED_TOO_LARGE, UNSTORABLE, unstorable
+from tinker_server.api_schemas.wire import MalformedBody
+from tinker_server.backends.protocol import InvalidInput
 from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError, shorten
 from tinker_server.web.vendors import error_body, vendor_of
 

@@ -9,8 +9,8 @@ owner share an account.
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from backends.processes.fair_queue import FairQueue
 from tinker_server.accounts import WAIT_S, Accounts
+from tinker_server.backends.processes.fair_queue import FairQueue
 
 BODIES_OF_OWNER, BODIES_OF_ALL, BODIES_DECODED = 4, 8, 1
 """Budgets, in bodies of the largest size: an owner's, all owners', and for decoding."""

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
-from api_schemas.base import Request
-from api_schemas.training import ForwardBackwardRequest
-from api_schemas.wire import JSON, PROTOBUF
+from tinker_server.api_schemas.base import Request
+from tinker_server.api_schemas.training import ForwardBackwardRequest
+from tinker_server.api_schemas.wire import JSON, PROTOBUF
 from tinker_server.errors import BodyTooLarge, ForeignHost, KeysUnreadable, ScopeRefused, Unauthenticated
 from tinker_server.operations.table import OPERATIONS
 from tinker_server.web.fixed_page import FixedPage

@@ -1,7 +1,7 @@
 """The refusals of a route, for its decorator: `responses=refused(UnknownSession, ...)`."""
 
-from api_schemas.base import Response
-from api_schemas.wire import JSON
+from tinker_server.api_schemas.base import Response
+from tinker_server.api_schemas.wire import JSON
 from tinker_server.errors import (
     Busy,
     SequenceConflict,

@@ -6,7 +6,7 @@ from typing import TypeVar
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, TypeAdapter
 
-from api_schemas.wire import JSON
+from tinker_server.api_schemas.wire import JSON
 from tinker_server.offload import LARGE, off_loop
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from api_schemas import wire
-from api_schemas.base import Request
-from api_schemas.futures import UntypedFuture
-from api_schemas.inputs import ImageChunk
-from api_schemas.old_clients.forward import ForwardRequest
-from api_schemas.training import MORE_OUTPUTS, OUTPUT_BYTES, ForwardBackwardRequest
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.base import Request
+from tinker_server.api_schemas.futures import UntypedFuture
+from tinker_server.api_schemas.inputs import ImageChunk
+from tinker_server.api_schemas.old_clients.forward import ForwardRequest
+from tinker_server.api_schemas.training import MORE_OUTPUTS, OUTPUT_BYTES, ForwardBackwardRequest
 from tinker_server.errors import BadRequest
 from tinker_server.offload import LARGE, off_loop
 from tinker_server.operations.table import OPERATIONS, OperationKind

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from backends.files import write_aside
-from backends.processes.fair_threads import FairThreads
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tinker_server.backends.files import write_aside
+from tinker_server.backends.processes.fair_threads import FairThreads
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
 from tinker_server.weights import export

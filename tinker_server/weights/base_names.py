@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from backends.protocol import ADAPTER_CONFIG_FILE
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE
 from tinker_server.errors import BadRequest
 
 _FIELD = "base_model_name_or_path"

@@ -5,11 +5,11 @@ import time
 from collections.abc import Set
 from dataclasses import replace
 
-from api_schemas import ids
-from api_schemas.checkpoints import CopyWeightsRequest
-from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
-from api_schemas.training import OptimizerConfig, Trainable
-from api_schemas.weights import TinkerPath
+from tinker_server.api_schemas import ids
+from tinker_server.api_schemas.checkpoints import CopyWeightsRequest
+from tinker_server.api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
+from tinker_server.api_schemas.training import OptimizerConfig, Trainable
+from tinker_server.api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage

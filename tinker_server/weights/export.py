@@ -12,14 +12,14 @@ names it knows. So that form's config has a `peft_type` that PEFT refuses; the t
 import json
 from pathlib import Path
 
-from api_schemas.adapter_names import (
+from tinker_server.api_schemas.adapter_names import (
     NOT_FOR_PEFT,
     is_of_a_layer,
     layout_of,
     tinker_name,
 )
-from api_schemas.training import Layout
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.weights.peft_form import write_expanded
 from tinker_server.weights.tensor_files import CopiedTensor, Place, read_header, rearrange
 

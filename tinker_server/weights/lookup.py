@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from backends.protocol import ADAPTER_FILE
 from tinker_server.auth.keys import Keys
+from tinker_server.backends.protocol import ADAPTER_FILE
 from tinker_server.errors import BadRequest
 from tinker_server.models.base_models import BaseModels, require_adapter
 from tinker_server.store.audit import AuditStore

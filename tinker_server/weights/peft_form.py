@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from api_schemas.adapter_names import EXPERT_MATRICES, is_stack
-from api_schemas.divided_linears import DividedLinear, from_header
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tinker_server.api_schemas.adapter_names import EXPERT_MATRICES, is_stack
+from tinker_server.api_schemas.divided_linears import DividedLinear, from_header
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.weights.tensor_files import CopiedTensor, NewTensor, Place, read_header, rearrange
 
 

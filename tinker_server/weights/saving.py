@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from api_schemas import ids
-from api_schemas.weights import (
+from tinker_server.api_schemas import ids
+from tinker_server.api_schemas.weights import (
     Kind,
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
@@ -21,7 +21,7 @@ from api_schemas.weights import (
     TinkerPath,
     check_name,
 )
-from backends.protocol import SavedForm
+from tinker_server.backends.protocol import SavedForm
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
 from tinker_server.models.model import Model
 from tinker_server.offload import on_files

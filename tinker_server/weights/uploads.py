@@ -13,12 +13,19 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from api_schemas import ids
-from api_schemas.checkpoints import UploadStartRequest
-from api_schemas.training import Trainable
-from api_schemas.weights import TinkerPath
-from backends.protocol import ADAPTER_FILE, BackendFailed, BaseModelInfo, InvalidInput, ModelLost, ProcessDied
+from tinker_server.api_schemas import ids
+from tinker_server.api_schemas.checkpoints import UploadStartRequest
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.api_schemas.weights import TinkerPath
 from tinker_server.auth.links import VALID_S
+from tinker_server.backends.protocol import (
+    ADAPTER_FILE,
+    BackendFailed,
+    BaseModelInfo,
+    InvalidInput,
+    ModelLost,
+    ProcessDied,
+)
 from tinker_server.errors import BadRequest, LimitReached, UploadFailed, failure
 from tinker_server.offload import on_files
 from tinker_server.store.records import Checkpoint

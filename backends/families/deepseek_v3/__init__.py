@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from backends.formats.model_files import require_fields
-from backends.patches import Patch
+from tinker_server.backends.formats.model_files import require_fields
+from tinker_server.backends.patches import Patch
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")

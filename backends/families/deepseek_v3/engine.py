@@ -4,7 +4,7 @@ of the other norms alone."""
 from torch import nn
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Attention
 
-from backends.families.deepseek_v3 import NORM_EPSILON
+from tinker_server.backends.families.deepseek_v3 import NORM_EPSILON
 
 
 def set_latent_norms(model: nn.Module) -> None:

@@ -15,11 +15,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from backends.families.family import EngineField, ImageSpan
-from backends.families.processors import ImageProcessor
-from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
-from backends.patches import Patch
-from backends.protocol import BackendFailed
+from tinker_server.backends.families.family import EngineField, ImageSpan
+from tinker_server.backends.families.processors import ImageProcessor
+from tinker_server.backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
+from tinker_server.backends.patches import Patch
+from tinker_server.backends.protocol import BackendFailed
 
 ARCHITECTURES = ("Gemma3ForConditionalGeneration",)
 BEGIN, END, FEATURE = "<start_of_image>", "<end_of_image>", "<image_soft_token>"

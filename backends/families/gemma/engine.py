@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma2 import Gemma2ForCausalLM
 
-from backends.families.gemma import GEMMA2_HEAD
+from tinker_server.backends.families.gemma import GEMMA2_HEAD
 
 
 def _with_head(make: Callable[..., None]) -> Callable[..., None]:

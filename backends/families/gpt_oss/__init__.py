@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from backends.formats.model_files import quantisation, require_fields
-from backends.patches import Patch
+from tinker_server.backends.formats.model_files import quantisation, require_fields
+from tinker_server.backends.patches import Patch
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
 ROUTER = "model.layers.*.mlp.router"

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
-from backends.families.gpt_oss import ALPHA, ENGINE_EXPERTS, ENGINE_WEIGHTS, LIMIT, in_common_layout
+from tinker_server.backends.families.gpt_oss import ALPHA, ENGINE_EXPERTS, ENGINE_WEIGHTS, LIMIT, in_common_layout
 
 
 def _with_common_layout(make: Callable[..., MoERunner]) -> Callable[..., MoERunner]:

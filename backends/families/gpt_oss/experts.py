@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from backends.families.gpt_oss import EXPERTS, gated, has_own_experts, uninterleaved
-from backends.patches import require_as_written
+from tinker_server.backends.families.gpt_oss import EXPERTS, gated, has_own_experts, uninterleaved
+from tinker_server.backends.patches import require_as_written
 
 
 class BiasedExperts(nn.Module):

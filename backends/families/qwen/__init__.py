@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrain
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from backends.families.family import (
+from tinker_server.backends.families.family import (
     EngineField,
     ImageFeatures,
     ImageSpan,
@@ -28,11 +28,11 @@ from backends.families.family import (
     RenderedImage,
     TowerLora,
 )
-from backends.families.lora_names import decoder_modules
-from backends.families.qwen.grids import Grids
-from backends.families.qwen.pictures import PictureProcessor
-from backends.families.tower_patches import tower_patch
-from backends.kernels.pinned_copy import to_device
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.families.qwen.grids import Grids
+from tinker_server.backends.families.qwen.pictures import PictureProcessor
+from tinker_server.backends.families.tower_patches import tower_patch
+from tinker_server.backends.kernels.pinned_copy import to_device
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 """Architectures whose first decoder layers add features of the vision tower's layers."""
@@ -266,7 +266,7 @@ def _attend(
     **_: object,
 ) -> Tensor:
     """Return [P, E], as transformers' own forward; cosines and sines are [P, A]."""
-    from backends.kernels.rotary import rotate
+    from tinker_server.backends.kernels.rotary import rotate
 
     qkv = rotate(attention.qkv(hidden_PE), *position_embeddings)
     query, key, value = qkv.view(len(hidden_PE), 3, attention.num_heads, -1).unbind(1)

@@ -17,7 +17,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from backends.kernels.pinned_copy import to_device
+from tinker_server.backends.kernels.pinned_copy import to_device
 
 _SIZES = 256
 """Number of image sizes whose tensors are cached: 64 bytes a patch."""

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from backends.families.processors import ImageProcessor
+from tinker_server.backends.families.processors import ImageProcessor
 
 
 class PictureProcessor(ImageProcessor):

@@ -13,12 +13,12 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from api_schemas.divided_linears import from_header
-from backends.formats.load_check import LoadCheck
-from backends.formats.stacked_adapters import AdapterFile, other_files
-from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WHOLE_MODEL, BackendFailed, InvalidInput
-from backends.sampler.engine.sequences import check_scores
+from tinker_server.api_schemas.divided_linears import from_header
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.formats.stacked_adapters import AdapterFile, other_files
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WHOLE_MODEL, BackendFailed, InvalidInput
+from tinker_server.backends.sampler.engine.sequences import check_scores
 
 _MAX_NAMES = 5
 """Names in one error."""

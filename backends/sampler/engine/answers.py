@@ -12,11 +12,17 @@ import numpy as np
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from api_schemas.inputs import TensorData
-from api_schemas.sampling import PromptAltTokens, PromptTensor, SampledSequence, SampleResponse, TopkLogprobs
-from backends.inputs.rendering import Rendered
-from backends.protocol import BackendFailed, InvalidInput, PromptScores, SamplingTask
-from backends.sampler.engine.requests import num_scored_tokens
+from tinker_server.api_schemas.inputs import TensorData
+from tinker_server.api_schemas.sampling import (
+    PromptAltTokens,
+    PromptTensor,
+    SampledSequence,
+    SampleResponse,
+    TopkLogprobs,
+)
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.protocol import BackendFailed, InvalidInput, PromptScores, SamplingTask
+from tinker_server.backends.sampler.engine.requests import num_scored_tokens
 
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 """Fill empty cells of a top-k table."""

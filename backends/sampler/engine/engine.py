@@ -10,19 +10,19 @@ import vllm
 from transformers import AutoConfig, GenerationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from backends.families.coverage import fp8_linears
-from backends.families.family import Vision
-from backends.families.lora_names import ENGINE_MODULES
-from backends.families.registry import find_family
-from backends.formats.base_files import find_needed_files, link_files
-from backends.inputs.rendering import Renderer
-from backends.model_spec import DRAWN_TOKENS, ModelSpec
-from backends.patches import for_device, require_as_written
-from backends.protocol import BackendFailed, Unavailable
-from backends.sampler.checks import MAX_TOPK
-from backends.sampler.engine.fair_admission import RESERVE
-from backends.sampler.engine.vllm_patches.block_fp8 import make_quantization_config
-from backends.sampler.engine.vllm_patches.targets import EXECUTOR, PATCHES
+from tinker_server.backends.families.coverage import fp8_linears
+from tinker_server.backends.families.family import Vision
+from tinker_server.backends.families.lora_names import ENGINE_MODULES
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.formats.base_files import find_needed_files, link_files
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import DRAWN_TOKENS, ModelSpec
+from tinker_server.backends.patches import for_device, require_as_written
+from tinker_server.backends.protocol import BackendFailed, Unavailable
+from tinker_server.backends.sampler.checks import MAX_TOPK
+from tinker_server.backends.sampler.engine.fair_admission import RESERVE
+from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import make_quantization_config
+from tinker_server.backends.sampler.engine.vllm_patches.targets import EXECUTOR, PATCHES
 
 VLLM_VERSION = "0.32.0"
 """The version whose internals `vllm_patches/` changes; those that it names are hashed, others may differ silently."""
@@ -85,7 +85,7 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
-        worker_cls="backends.sampler.engine.vllm_patches.worker.Worker",
+        worker_cls="tinker_server.backends.sampler.engine.vllm_patches.worker.Worker",
         enable_return_routed_experts=config.routing_dir is not None,
         disable_log_stats=True,
         use_tqdm_on_load=False,

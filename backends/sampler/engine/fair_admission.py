@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.protocol import EngineUse
+from tinker_server.backends.protocol import EngineUse
 
 RESERVE = 8
 """Sequences beyond the limit for owners who have none running: they need not wait until another's sequence ends."""

@@ -1,4 +1,4 @@
-"""Tries grammars in a process of its own: `python -m backends.sampler.engine.grammar_process FD`.
+"""Tries grammars in a process of its own: `python -m tinker_server.backends.sampler.engine.grammar_process FD`.
 
 A grammar of a few characters can take hours to compile, and nothing stops a running compilation. So this process
 compiles it first, within limits of CPU time and memory that the kernel enforces: what takes more ends this process
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import xgrammar
 
-from backends.processes.rpc import OnPart, serve
-from backends.protocol import InvalidInput
-from backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
+from tinker_server.backends.processes.rpc import OnPart, serve
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
 
 _NICENESS = 10
 """Below the engine, whose cores it shares."""

@@ -10,11 +10,11 @@ import xgrammar
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from backends.processes.fair_queue import FairQueue
-from backends.processes.launcher import launch
-from backends.processes.rpc import Child, ChildDied
-from backends.protocol import InvalidInput
-from backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
+from tinker_server.backends.processes.fair_queue import FairQueue
+from tinker_server.backends.processes.launcher import launch
+from tinker_server.backends.processes.rpc import Child, ChildDied
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
 
 MAX_BYTES = 1 << 18
 """Size of a grammar as it is sent."""
@@ -60,7 +60,9 @@ class Grammars:
 
     async def _start(self) -> Child:
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
-        child = await launch(self._name, "backends.sampler.engine.grammar_process", {"OMP_NUM_THREADS": "1"})
+        child = await launch(
+            self._name, "tinker_server.backends.sampler.engine.grammar_process", {"OMP_NUM_THREADS": "1"}
+        )
         await child.call(StartGrammars(info.serialize_json(), COMPILE_S))
         return child
 

@@ -1,4 +1,4 @@
-"""Run the process that holds a base model's vLLM engine: `python -m backends.sampler.engine.process FD`.
+"""Run the process that holds a base model's vLLM engine: `python -m tinker_server.backends.sampler.engine.process FD`.
 
 Each sequence of a task becomes an engine request of its own when it is admitted. The process ends when the engine
 dies, so that the server notices.
@@ -16,16 +16,16 @@ import torch
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from api_schemas.sampling import SampleResponse
-from backends import tasks
-from backends.formats.expert_routing import RoutingFiles
-from backends.inputs.rendering import Renderer
-from backends.model_spec import DRAWN_TOKENS, ModelSpec
-from backends.processes.heap import give_back_memory
-from backends.processes.progress import Progress
-from backends.processes.rpc import OnPart, end_with_server, exit_now, serve_async
-from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
-from backends.sampler.commands import (
+from tinker_server.api_schemas.sampling import SampleResponse
+from tinker_server.backends import tasks
+from tinker_server.backends.formats.expert_routing import RoutingFiles
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import DRAWN_TOKENS, ModelSpec
+from tinker_server.backends.processes.heap import give_back_memory
+from tinker_server.backends.processes.progress import Progress
+from tinker_server.backends.processes.rpc import OnPart, end_with_server, exit_now, serve_async
+from tinker_server.backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
+from tinker_server.backends.sampler.commands import (
     Chat,
     CountProgress,
     CountSequences,
@@ -35,18 +35,24 @@ from backends.sampler.commands import (
     ShareRunning,
     Start,
 )
-from backends.sampler.engine.adapters import AdapterLoader
-from backends.sampler.engine.answers import answer
-from backends.sampler.engine.chat.engine_client import Shared
-from backends.sampler.engine.chat.handlers import Chats
-from backends.sampler.engine.engine import check_version, end_tokens, engine_args, require_shared_memory, with_own_links
-from backends.sampler.engine.fair_admission import FairAdmission
-from backends.sampler.engine.grammars import Grammars
-from backends.sampler.engine.requests import Prompt, sampling_params
-from backends.sampler.engine.sequences import Sequences, end_process, ending_with
-from backends.sampler.engine.versions import VersionCache
-from backends.sampler.engine.vllm_patches.routed_experts import allow_on_cpu, keep_routing
-from backends.sampler.received import ReceivedWeights
+from tinker_server.backends.sampler.engine.adapters import AdapterLoader
+from tinker_server.backends.sampler.engine.answers import answer
+from tinker_server.backends.sampler.engine.chat.engine_client import Shared
+from tinker_server.backends.sampler.engine.chat.handlers import Chats
+from tinker_server.backends.sampler.engine.engine import (
+    check_version,
+    end_tokens,
+    engine_args,
+    require_shared_memory,
+    with_own_links,
+)
+from tinker_server.backends.sampler.engine.fair_admission import FairAdmission
+from tinker_server.backends.sampler.engine.grammars import Grammars
+from tinker_server.backends.sampler.engine.requests import Prompt, sampling_params
+from tinker_server.backends.sampler.engine.sequences import Sequences, end_process, ending_with
+from tinker_server.backends.sampler.engine.versions import VersionCache
+from tinker_server.backends.sampler.engine.vllm_patches.routed_experts import allow_on_cpu, keep_routing
+from tinker_server.backends.sampler.received import ReceivedWeights
 
 _MODEL, _VERSIONS = "model", "versions"
 """Folders of an engine's scratch directory: links to the base's files, and to those of weights in use."""

@@ -15,11 +15,11 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from api_schemas.inputs import QUICK_CHUNKS, ImageChunk, ModelInput
-from backends.families.family import ImageSpan, Vision
-from backends.inputs.rendering import Rendered, Renderer
-from backends.protocol import PromptScores, SamplingTask
-from backends.sampler.engine.vllm_patches.prompt_scores import Asked, extra_args
+from tinker_server.api_schemas.inputs import QUICK_CHUNKS, ImageChunk, ModelInput
+from tinker_server.backends.families.family import ImageSpan, Vision
+from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.protocol import PromptScores, SamplingTask
+from tinker_server.backends.sampler.engine.vllm_patches.prompt_scores import Asked, extra_args
 
 
 class Prompt:

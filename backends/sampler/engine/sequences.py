@@ -16,10 +16,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from backends.formats.load_check import LoadCheck
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed, InvalidInput
-from backends.sampler.engine.requests import engine_input, send_once
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.sampler.engine.requests import engine_input, send_once
 
 log = logging.getLogger(__name__)
 _SENDINGS = 3

@@ -24,10 +24,10 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from backends.families.linear_attention import engine_slices
-from backends.families.lora_names import EXPERT_STACKS
-from backends.formats.stacked_adapters import open_adapter
-from backends.protocol import ADAPTER_FILE
+from tinker_server.backends.families.linear_attention import engine_slices
+from tinker_server.backends.families.lora_names import EXPERT_STACKS
+from tinker_server.backends.formats.stacked_adapters import open_adapter
+from tinker_server.backends.protocol import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from vllm.lora.request import LoRARequest
 
-from backends.formats.load_check import LoadCheck
-from backends.sampler.engine.adapters import AdapterLoader, Version
-from backends.sampler.engine.engine import MAX_ADAPTERS
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.sampler.engine.adapters import AdapterLoader, Version
+from tinker_server.backends.sampler.engine.engine import MAX_ADAPTERS
 
 
 class VersionCache:

@@ -1,5 +1,5 @@
 """Run a process that holds a base's weights on one GPU, for an engine and a trainer to map: `python -m
-backends.sampler.engine.weight_holder FD`.
+tinker_server.backends.sampler.engine.weight_holder FD`.
 
 It is vLLM's own weight cache daemon, made with exactly the engine's arguments: its key for what fits an engine knows
 nothing of LoRA, by which experts may be laid out otherwise. A trainer asks for views in place of the engine's tensors.
@@ -29,17 +29,17 @@ from vllm.model_executor.models.interfaces_base import VllmModel
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-import backends.sampler.engine.vllm_patches.worker  # noqa: F401 - changes layers before they are made, as in the engine
-from backends.base_weights.commands import Hold
-from backends.base_weights.mapped import GET_VIEWS, Files, Handle
-from backends.base_weights.name_map import View, trace_loading
-from backends.base_weights.shared_memory import PickledAsTensor, SharedTensor, share
-from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec
-from backends.processes.progress import Progress
-from backends.processes.rpc import KeepWaiting, OnPart, serve
-from backends.sampler.engine.engine import check_version, engine_args, layout_args, with_own_links
-from backends.sampler.engine.vllm_patches.block_fp8 import staying
+import tinker_server.backends.sampler.engine.vllm_patches.worker  # noqa: F401 - changes layers before they are made, as in the engine
+from tinker_server.backends.base_weights.commands import Hold
+from tinker_server.backends.base_weights.mapped import GET_VIEWS, Files, Handle
+from tinker_server.backends.base_weights.name_map import View, trace_loading
+from tinker_server.backends.base_weights.shared_memory import PickledAsTensor, SharedTensor, share
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.progress import Progress
+from tinker_server.backends.processes.rpc import KeepWaiting, OnPart, serve
+from tinker_server.backends.sampler.engine.engine import check_version, engine_args, layout_args, with_own_links
+from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import staying
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
     def load_model(self) -> None:
         """Load the weights, and find where those of the files are."""
         if current_platform.is_cpu():
-            from backends.sampler.engine.vllm_patches.cpu import share_on_cpu
+            from tinker_server.backends.sampler.engine.vllm_patches.cpu import share_on_cpu
 
             share_on_cpu()
             join_alone(self.vllm_config, self.distributed_init_method)
@@ -113,7 +113,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     def _send_shared_state(self, conn: socket.socket, request: Mapping[str, object]) -> None:
         """Replace vLLM's `_handle_get_state`, which would send tensors of the CPU by value."""
-        from backends.sampler.engine.vllm_patches.cpu import CPU_UUID
+        from tinker_server.backends.sampler.engine.vllm_patches.cpu import CPU_UUID
 
         mismatched = self.cache_config.mismatched_fields(request["cache_config"])
         if mismatched:

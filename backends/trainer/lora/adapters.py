@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from api_schemas.training import Layout, Trainable
-from backends.families.family import LoraFlag
-from backends.kernels.pinned_copy import to_device
-from backends.protocol import InvalidInput
-from backends.trainer.distributed import ALONE, World
-from backends.trainer.lora.linear import ALPHA, TokenScales
-from backends.trainer.lora.model import Group, LoraModel, StackedAdapter
-from backends.trainer.lora.target_modules import replace_modules
+from tinker_server.api_schemas.training import Layout, Trainable
+from tinker_server.backends.families.family import LoraFlag
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.trainer.distributed import ALONE, World
+from tinker_server.backends.trainer.lora.linear import ALPHA, TokenScales
+from tinker_server.backends.trainer.lora.model import Group, LoraModel, StackedAdapter
+from tinker_server.backends.trainer.lora.target_modules import replace_modules
 
 
 class Adapters:

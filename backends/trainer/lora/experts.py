@@ -20,12 +20,12 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from api_schemas.training import Layout
-from backends.families.gpt_oss import gated
-from backends.families.gpt_oss.experts import BiasedExperts
-from backends.trainer.lora.grouped import expert_factor, lora_grouped, multiply_by_expert
-from backends.trainer.lora.linear import TokenScales
-from backends.trainer.lora.shared_factors import multiply_a, multiply_b
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.families.gpt_oss import gated
+from tinker_server.backends.families.gpt_oss.experts import BiasedExperts
+from tinker_server.backends.trainer.lora.grouped import expert_factor, lora_grouped, multiply_by_expert
+from tinker_server.backends.trainer.lora.linear import TokenScales
+from tinker_server.backends.trainer.lora.shared_factors import multiply_a, multiply_b
 
 
 class StackedExperts(Protocol):

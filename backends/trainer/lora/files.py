@@ -10,15 +10,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from api_schemas.adapter_names import layout_of
-from api_schemas.training import Layout, Trainable
-from backends.formats.load_check import LoadCheck
-from backends.protocol import ADAPTER_FILE
-from backends.trainer import checkpoint_files
-from backends.trainer.distributed import World, gather_objects, on_rank_zero
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.lora.saved_adapter import read_adapter
-from backends.trainer.optimizer import GradientState
+from tinker_server.api_schemas.adapter_names import layout_of
+from tinker_server.api_schemas.training import Layout, Trainable
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.protocol import ADAPTER_FILE
+from tinker_server.backends.trainer import checkpoint_files
+from tinker_server.backends.trainer.distributed import World, gather_objects, on_rank_zero
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.lora.saved_adapter import read_adapter
+from tinker_server.backends.trainer.optimizer import GradientState
 
 
 class LoraFiles:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backends.kernels.autograd import Context
-from backends.trainer.lora.linear import add_product, scaled
+from tinker_server.backends.kernels.autograd import Context
+from tinker_server.backends.trainer.lora.linear import add_product, scaled
 
 
 @torch.library.custom_op("tinker_server::lora_grouped", mutates_args=())

@@ -17,9 +17,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from backends.families.rows import Rows
-from backends.kernels.autograd import Context, needs_operator
-from backends.trainer.lora.packed_fp8 import unpacked
+from tinker_server.backends.families.rows import Rows
+from tinker_server.backends.kernels.autograd import Context, needs_operator
+from tinker_server.backends.trainer.lora.packed_fp8 import unpacked
 
 ALPHA = 32
 """Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
@@ -105,7 +105,7 @@ def scaled(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
     """Multiply `product_TN` in place by `scales_TR`, for each of its linears. A scale of 0 gives 0, whatever another
     model's adapter made of the token."""
     if product_TN.is_cuda:
-        from backends.kernels.lora_scale import scale
+        from tinker_server.backends.kernels.lora_scale import scale
 
         return scale(product_TN, scales_TR)
     scales_TN = scales_TR.repeat(1, product_TN.shape[1] // max(1, scales_TR.shape[1]))

@@ -17,14 +17,14 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from api_schemas.adapter_names import EXPERT_MATRICES
-from api_schemas.divided_linears import DividedLinear, to_header
-from api_schemas.training import AdamParams, Layout, Trainable
-from backends.families.family import LoraFlag
-from backends.formats.stacked_adapters import TargetModules
-from backends.protocol import InvalidInput
-from backends.trainer import shards
-from backends.trainer.distributed import (
+from tinker_server.api_schemas.adapter_names import EXPERT_MATRICES
+from tinker_server.api_schemas.divided_linears import DividedLinear, to_header
+from tinker_server.api_schemas.training import AdamParams, Layout, Trainable
+from tinker_server.backends.families.family import LoraFlag
+from tinker_server.backends.formats.stacked_adapters import TargetModules
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.trainer import shards
+from tinker_server.backends.trainer.distributed import (
     World,
     agreed,
     from_rank_zero,
@@ -33,9 +33,9 @@ from backends.trainer.distributed import (
     total_norm,
     whole_gradients,
 )
-from backends.trainer.lora.experts import ExpertAdapters
-from backends.trainer.lora.linear import LinearAdapters
-from backends.trainer.optimizer import (
+from tinker_server.backends.trainer.lora.experts import ExpertAdapters
+from tinker_server.backends.trainer.lora.linear import LinearAdapters
+from tinker_server.backends.trainer.optimizer import (
     MOMENTS,
     GradientState,
     all_finite,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backends.formats import block_fp8
+from tinker_server.backends.formats import block_fp8
 
 
 class PackedLinear(nn.Linear):

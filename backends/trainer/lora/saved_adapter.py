@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from api_schemas.adapter_names import expert_stack, is_stack, tinker_name
-from api_schemas.divided_linears import DividedLinear, parts_of_whole
-from backends.formats.part_of_whole import take_part
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.trainer.lora.linear import ALPHA
-from backends.trainer.lora.saved_config import SavedConfig, read_config
+from tinker_server.api_schemas.adapter_names import expert_stack, is_stack, tinker_name
+from tinker_server.api_schemas.divided_linears import DividedLinear, parts_of_whole
+from tinker_server.backends.formats.part_of_whole import take_part
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from tinker_server.backends.trainer.lora.linear import ALPHA
+from tinker_server.backends.trainer.lora.saved_config import SavedConfig, read_config
 
 _DTYPES = ("F32", "F16", "BF16")
 _OF_BASE = ".base_layer."

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from api_schemas.adapter_names import NOT_FOR_PEFT
-from backends.protocol import ADAPTER_CONFIG_FILE, InvalidInput
+from tinker_server.api_schemas.adapter_names import NOT_FOR_PEFT
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, InvalidInput
 
 READ = frozenset({"r", "lora_alpha", "rank_pattern", "alpha_pattern"})
 HARMLESS = frozenset(

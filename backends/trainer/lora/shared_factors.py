@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from backends.kernels.autograd import Context
-from backends.trainer.lora.linear import add_product, scaled
+from tinker_server.backends.kernels.autograd import Context
+from tinker_server.backends.trainer.lora.linear import add_product, scaled
 
 
 @torch.library.custom_op("tinker_server::multiply_a", mutates_args=())

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from api_schemas.divided_linears import DividedLinear
-from api_schemas.training import Layout
-from backends.families.family import LoraFlag
-from backends.families.lora_names import EXPERT_STACKS, UNGATED_STACKS, name_in_files, service_adapters
-from backends.trainer.lora.experts import ExpertAdapters, LoraExperts
-from backends.trainer.lora.linear import LinearAdapters, LoraLinear, TokenScales
-from backends.trainer.lora.model import Group
+from tinker_server.api_schemas.divided_linears import DividedLinear
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.families.family import LoraFlag
+from tinker_server.backends.families.lora_names import EXPERT_STACKS, UNGATED_STACKS, name_in_files, service_adapters
+from tinker_server.backends.trainer.lora.experts import ExpertAdapters, LoraExperts
+from tinker_server.backends.trainer.lora.linear import LinearAdapters, LoraLinear, TokenScales
+from tinker_server.backends.trainer.lora.model import Group
 
 
 class _Kind(NamedTuple):

@@ -28,11 +28,11 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from backends.kernels.exchange import num_ranks, own_part, to_heads, to_tokens
-from backends.kernels.plain_attention import plain_attention
-from backends.kernels.shared_prefix import prefixes_of, rows_of, tables
-from backends.kernels.varlen_attention import packed_attention
-from backends.protocol import BackendFailed
+from tinker_server.backends.kernels.exchange import num_ranks, own_part, to_heads, to_tokens
+from tinker_server.backends.kernels.plain_attention import plain_attention
+from tinker_server.backends.kernels.shared_prefix import prefixes_of, rows_of, tables
+from tinker_server.backends.kernels.varlen_attention import packed_attention
+from tinker_server.backends.protocol import BackendFailed
 
 PACKED = "tinker_packed"
 PER_SAMPLE = "tinker_per_sample"

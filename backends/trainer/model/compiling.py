@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from backends.families.family import ImageSpan
-from backends.families.linear_attention import SCANS
-from backends.inputs.rendering import Rendered, Renderer
-from backends.trainer.distributed import World
-from backends.trainer.lora.experts import LoraExperts
-from backends.trainer.model import targets
-from backends.trainer.model.packing import Microbatch, pack
-from backends.trainer.model.token_logprobs import Scorer
+from tinker_server.backends.families.family import ImageSpan
+from tinker_server.backends.families.linear_attention import SCANS
+from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.experts import LoraExperts
+from tinker_server.backends.trainer.model import targets
+from tinker_server.backends.trainer.model.packing import Microbatch, pack
+from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
 _WARM_UP_LENGTHS = (2003, 1998)

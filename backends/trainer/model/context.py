@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.kernels.autograd import Context
-from backends.kernels.pinned_copy import to_device
-from backends.trainer.distributed import World
-from backends.trainer.model.packing import Microbatch
+from tinker_server.backends.kernels.autograd import Context
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.packing import Microbatch
 
 One = TypeVar("One")
 _LEAST_TOKENS = 2

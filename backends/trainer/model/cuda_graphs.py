@@ -14,12 +14,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from api_schemas.training import Layout
-from backends.kernels.varlen_attention import LONG
-from backends.protocol import BackendFailed
-from backends.trainer.model.packing import Microbatch
-from backends.trainer.model.router_replay import UNKNOWN
-from backends.trainer.model.token_logprobs import Scorer
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.kernels.varlen_attention import LONG
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.model.packing import Microbatch
+from tinker_server.backends.trainer.model.router_replay import UNKNOWN
+from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
 TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES, SCANS
-from backends.kernels.delta_rule import has_kernels, packed_delta_rule
-from backends.kernels.exchange import own_part, to_heads, to_tokens
-from backends.patches import Patch
-from backends.trainer.model.sample_chunks import Chunks, chunks_of
-from backends.trainer.model.state_space import packed_scan
+from tinker_server.backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES, SCANS
+from tinker_server.backends.kernels.delta_rule import has_kernels, packed_delta_rule
+from tinker_server.backends.kernels.exchange import own_part, to_heads, to_tokens
+from tinker_server.backends.patches import Patch
+from tinker_server.backends.trainer.model.sample_chunks import Chunks, chunks_of
+from tinker_server.backends.trainer.model.state_space import packed_scan
 
 _EPS = 1e-6
 """Added to the squared norm of queries and keys, as transformers does."""

@@ -22,22 +22,22 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
-from backends.families.coverage import fp8_linears
-from backends.families.deepseek_v3 import not_loaded
-from backends.families.family import Family
-from backends.families.gpt_oss.experts import lay_out_experts
-from backends.families.nemotron_h import unlimit_time_steps
-from backends.formats.block_fp8 import SCALE, is_in_blocks
-from backends.formats.model_files import quantisation, tensor_bytes
-from backends.model_spec import ModelSpec
-from backends.processes.progress import Progress
-from backends.protocol import BackendFailed
-from backends.trainer.distributed import Root, World, shard
-from backends.trainer.lora.packed_fp8 import PackedLinear
-from backends.trainer.model import attention
-from backends.trainer.model.own_precision import keeping_precision
-from backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
+from tinker_server.backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
+from tinker_server.backends.families.coverage import fp8_linears
+from tinker_server.backends.families.deepseek_v3 import not_loaded
+from tinker_server.backends.families.family import Family
+from tinker_server.backends.families.gpt_oss.experts import lay_out_experts
+from tinker_server.backends.families.nemotron_h import unlimit_time_steps
+from tinker_server.backends.formats.block_fp8 import SCALE, is_in_blocks
+from tinker_server.backends.formats.model_files import quantisation, tensor_bytes
+from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.progress import Progress
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.distributed import Root, World, shard
+from tinker_server.backends.trainer.lora.packed_fp8 import PackedLinear
+from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.own_precision import keeping_precision
+from tinker_server.backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
 
 log = logging.getLogger(__name__)
 _MAX_NAMES = 5

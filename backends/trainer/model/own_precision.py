@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from backends.trainer.model.targets import DTYPE_PLAN
+from tinker_server.backends.trainer.model.targets import DTYPE_PLAN
 
 IN_FLOAT32 = ("A_log", "linear_attn.norm")
 """Parts of names: the decay of the delta rule and of Mamba2, and the gated norm of the delta rule."""

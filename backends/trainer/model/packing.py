@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from api_schemas.inputs import Datum
-from backends.families.family import Family, RenderedImage
-from backends.inputs.rendering import Rendered
-from backends.kernels.pinned_copy import to_device
-from backends.kernels.shared_prefix import tables
-from backends.trainer.model.shared_prefixes import Trie
-from backends.trainer.step.losses import Loss, LossInputs
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.backends.families.family import Family, RenderedImage
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.kernels.shared_prefix import tables
+from tinker_server.backends.trainer.model.shared_prefixes import Trie
+from tinker_server.backends.trainer.step.losses import Loss, LossInputs
 
 _BISECTIONS = 8
 """Bisections of a microbatch's size: 1/256 of the budget is even enough."""

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from backends.kernels.pinned_copy import to_device
-from backends.kernels.varlen_attention import LONG
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.kernels.varlen_attention import LONG
 
 GIB = 2**30
 MEASURED_TOKENS = (1024, LONG)

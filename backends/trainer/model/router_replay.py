@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from api_schemas.inputs import TokenRun
-from backends.formats.expert_routing import identities, read_routing, read_sequence, routing_name, sequence_name
-from backends.inputs.rendering import Rendered
-from backends.kernels.pinned_copy import to_device
-from backends.protocol import BackendFailed, InvalidInput
+from tinker_server.api_schemas.inputs import TokenRun
+from tinker_server.backends.formats.expert_routing import (
+    identities,
+    read_routing,
+    read_sequence,
+    routing_name,
+    sequence_name,
+)
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
 
 UNKNOWN = -1
 """Instead of an expert's number: the router chooses."""

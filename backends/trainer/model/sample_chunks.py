@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from backends.kernels.pinned_copy import to_device
+from tinker_server.backends.kernels.pinned_copy import to_device
 
 CHUNK = 64
 """Length of the fastest chunks."""

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from backends.families.linear_attention import DELTA_RULES
-from backends.families.logits import logit_transform
-from backends.inputs.rendering import Rendered, Renderer
-from backends.protocol import BackendFailed
-from backends.trainer.distributed import Root
-from backends.trainer.lora.linear import SUMMED_TOKENS, add_product
-from backends.trainer.model import attention
-from backends.trainer.model.linear_attention import in_plain_torch
-from backends.trainer.model.packing import Sample, pack
-from backends.trainer.model.token_logprobs import Scorer
+from tinker_server.backends.families.linear_attention import DELTA_RULES
+from tinker_server.backends.families.logits import logit_transform
+from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.distributed import Root
+from tinker_server.backends.trainer.lora.linear import SUMMED_TOKENS, add_product
+from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.linear_attention import in_plain_torch
+from tinker_server.backends.trainer.model.packing import Sample, pack
+from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
 Differences = tuple[float, float]
 """The mean of the text where it is largest, and the largest of all tokens, in nats."""

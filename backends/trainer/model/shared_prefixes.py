@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from api_schemas.inputs import EncodedTextChunk, ModelInput
-from backends.inputs.rendering import Layout, images_of
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
+from tinker_server.backends.inputs.rendering import Layout, images_of
 
 LEAST_SAVED = 128
 """Tokens that sharing must save: fewer change rounding for nothing."""

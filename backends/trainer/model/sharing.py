@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.families.family import Family
-from backends.formats.load_check import image_and_text, load_check_image
-from backends.inputs.rendering import Rendered, Renderer
-from backends.protocol import BackendFailed
-from backends.trainer.distributed import World, gather_objects
-from backends.trainer.model.packing import Sample, pack
-from backends.trainer.model.self_test import OwnScores, scores_agree, without_placeholders
-from backends.trainer.model.shared_prefixes import NO_PARENT, Segment, Trie
-from backends.trainer.model.token_logprobs import Scorer
+from tinker_server.backends.families.family import Family
+from tinker_server.backends.formats.load_check import image_and_text, load_check_image
+from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.distributed import World, gather_objects
+from tinker_server.backends.trainer.model.packing import Sample, pack
+from tinker_server.backends.trainer.model.self_test import OwnScores, scores_agree, without_placeholders
+from tinker_server.backends.trainer.model.shared_prefixes import NO_PARENT, Segment, Trie
+from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
 _PREFIX, _MIDDLE, _WHOLE = 7, 12, (18, 15, 19)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backends.kernels.exchange import own_part, to_tokens
-from backends.trainer.model.attention import own_heads
-from backends.trainer.model.sample_chunks import Chunks, chunks_of
+from tinker_server.backends.kernels.exchange import own_part, to_tokens
+from tinker_server.backends.trainer.model.attention import own_heads
+from tinker_server.backends.trainer.model.sample_chunks import Chunks, chunks_of
 
 
 def packed_scan(own: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,6 +1,6 @@
 """The internals of torch and transformers that the trainer's model changes or relies on."""
 
-from backends.patches import Patch
+from tinker_server.backends.patches import Patch
 
 KEEP_MATERIALIZED = Patch(
     "recompute-materialized",

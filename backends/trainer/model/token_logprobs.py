@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.families.logits import LogitTransform, logit_transform
-from backends.kernels.autograd import Context
-from backends.kernels.exchange import group_name
-from backends.trainer.distributed import ALONE, Root, World
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.lora.linear import (
+from tinker_server.backends.families.logits import LogitTransform, logit_transform
+from tinker_server.backends.kernels.autograd import Context
+from tinker_server.backends.kernels.exchange import group_name
+from tinker_server.backends.trainer.distributed import ALONE, Root, World
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.linear import (
     LoraLinear,
     add_lora_gradients,
     add_product,
     lora_linears_backward,
     scaled,
 )
-from backends.trainer.model import attention
-from backends.trainer.model.context import gather_tokens, slice_of, slice_tokens
-from backends.trainer.model.packing import Microbatch
-from backends.trainer.model.router_replay import RouterReplay
-from backends.trainer.model.vision import ImageEncoder
+from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.context import gather_tokens, slice_of, slice_tokens
+from tinker_server.backends.trainer.model.packing import Microbatch
+from tinker_server.backends.trainer.model.router_replay import RouterReplay
+from tinker_server.backends.trainer.model.vision import ImageEncoder
 
 MAX_LOGITS = 5 * 2**25
 """Logits held at once, in float32: 640 MiB."""
@@ -240,7 +240,7 @@ def _head_logits(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) ->
 def _normaliser(logits_TV: Tensor) -> Tensor:
     """Return the log-sum-exp [T, 1], nats."""
     if logits_TV.is_cuda:
-        from backends.kernels.log_softmax import normaliser
+        from tinker_server.backends.kernels.log_softmax import normaliser
 
         return normaliser(logits_TV)
     return logits_TV.logsumexp(-1, keepdim=True)
@@ -261,7 +261,7 @@ def _logits_gradient(
 def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [T, V] in `dtype`: each token's probabilities times minus its weight."""
     if logits_TV.is_cuda:
-        from backends.kernels.log_softmax import probabilities
+        from tinker_server.backends.kernels.log_softmax import probabilities
 
         return probabilities(logits_TV, lse_T1, weight_T1, dtype)
     return (-(logits_TV - lse_T1).exp() * weight_T1).to(dtype)

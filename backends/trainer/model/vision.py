@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from backends.families.family import ImageFeatures, RenderedImage, VisionTower
-from backends.families.tower_patches import tower_patch
-from backends.kernels.pinned_copy import to_device
-from backends.lru import LRU
-from backends.protocol import BackendFailed
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.model.packing import Microbatch
+from tinker_server.backends.families.family import ImageFeatures, RenderedImage, VisionTower
+from tinker_server.backends.families.tower_patches import tower_patch
+from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.lru import LRU
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.model.packing import Microbatch
 
 _FIRST = 8
 """Images that a GPU begins with while the next are still decoded; then twice as many, and so on. Launching a tower's

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from api_schemas.inputs import Datum
-from api_schemas.training import LOGPROBS, ForwardBackwardInput, ForwardBackwardOutput
-from backends.inputs.rendering import Layout
-from backends.protocol import InvalidInput
-from backends.trainer.commands import NewRequest
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.model.packing import plan_steps
-from backends.trainer.model.shared_prefixes import Prefixes, Trie, identify
-from backends.trainer.step.losses import LOSSES, metrics
-from backends.trainer.step.validation import loss_config
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import LOGPROBS, ForwardBackwardInput, ForwardBackwardOutput
+from tinker_server.backends.inputs.rendering import Layout
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.trainer.commands import NewRequest
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.model.packing import plan_steps
+from tinker_server.backends.trainer.model.shared_prefixes import Prefixes, Trie, identify
+from tinker_server.backends.trainer.step.losses import LOSSES, metrics
+from tinker_server.backends.trainer.step.validation import loss_config
 
 MAX_SUMMED_RANK = 256
 """Summed ranks of a microbatch's models: above, they cost more than another microbatch (on an H200)."""

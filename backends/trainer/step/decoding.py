@@ -5,10 +5,10 @@ import contextlib
 
 from pydantic import ValidationError
 
-from api_schemas import wire
-from api_schemas.old_clients.forward import ForwardRequest
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
-from backends.protocol import EncodedBatch, InvalidInput
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.old_clients.forward import ForwardRequest
+from tinker_server.api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinker_server.backends.protocol import EncodedBatch, InvalidInput
 
 
 def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:

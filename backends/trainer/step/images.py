@@ -4,13 +4,13 @@ the next microbatch while the device computes this one. Where the base takes no 
 from collections.abc import Container, Sequence
 from functools import partial
 
-from backends.inputs.rendering import Rendered, images_of
-from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.base_model import BaseModel
-from backends.trainer.distributed import World, agreed_each
-from backends.trainer.model.context import slice_of
-from backends.trainer.model.packing import num_padding
-from backends.trainer.step.batch_request import BatchRequest, Members
+from tinker_server.backends.inputs.rendering import Rendered, images_of
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.trainer.base_model import BaseModel
+from tinker_server.backends.trainer.distributed import World, agreed_each
+from tinker_server.backends.trainer.model.context import slice_of
+from tinker_server.backends.trainer.model.packing import num_padding
+from tinker_server.backends.trainer.step.batch_request import BatchRequest, Members
 
 
 def render(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from api_schemas.training import MORE_OUTPUTS
+from tinker_server.api_schemas.training import MORE_OUTPUTS
 
 LARGEST_LOG_RATIO = 80.0
 """nats. A larger log ratio counts as this one, in value and gradient: e^80 is 5.5e34, and float32 ends at 3.4e38."""

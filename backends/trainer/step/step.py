@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from api_schemas.training import ELEMENTWISE_LOSS, LOGPROBS
-from backends.inputs.rendering import Rendered
-from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.base_model import BaseModel
-from backends.trainer.distributed import World, agreed, largest, microbatch_s, to_broadcast
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.model.packing import Microbatch, loss_inputs, pack
-from backends.trainer.model.recompute import Memory
-from backends.trainer.model.router_replay import RouterReplay, num_known
-from backends.trainer.model.shared_prefixes import Trie, join, keep_whole
-from backends.trainer.optimizer import all_finite
-from backends.trainer.step.batch_request import BatchRequest, Members, targets
-from backends.trainer.step.images import prefetch, render
-from backends.trainer.step.losses import MicrobatchLoss
+from tinker_server.api_schemas.training import ELEMENTWISE_LOSS, LOGPROBS
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.trainer.base_model import BaseModel
+from tinker_server.backends.trainer.distributed import World, agreed, largest, microbatch_s, to_broadcast
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.model.packing import Microbatch, loss_inputs, pack
+from tinker_server.backends.trainer.model.recompute import Memory
+from tinker_server.backends.trainer.model.router_replay import RouterReplay, num_known
+from tinker_server.backends.trainer.model.shared_prefixes import Trie, join, keep_whole
+from tinker_server.backends.trainer.optimizer import all_finite
+from tinker_server.backends.trainer.step.batch_request import BatchRequest, Members, targets
+from tinker_server.backends.trainer.step.images import prefetch, render
+from tinker_server.backends.trainer.step.losses import MicrobatchLoss
 
 Failures = dict[BatchRequest, Exception]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from backends.inputs.rendering import Renderer
-from backends.sampler.pool import SamplerPool
 from tests.sampling import (
     RANKS,
     Reference,
     sampler_config,
 )
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.sampler.pool import SamplerPool
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

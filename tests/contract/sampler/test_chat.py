@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from api_schemas.inputs import EncodedTextChunk, ModelInput
-from backends.protocol import ChatTask, ChatUsage, InvalidInput
-from backends.sampler.commands import CountProgress
 from tests.chats import TEXT, as_model_input, chat, emitted, events, logprobs
 from tests.factories import PAINT, as_image, photo, present
 from tests.sampling import assert_close, request, sample, spoilt
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
+from tinker_server.backends.protocol import ChatTask, ChatUsage, InvalidInput
+from tinker_server.backends.sampler.commands import CountProgress
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

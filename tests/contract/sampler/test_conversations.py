@@ -10,10 +10,10 @@ import pytest
 from pydantic_core import from_json
 from transformers import AutoProcessor
 
-from backends.protocol import ChatEndpoint, InvalidInput
 from tests.chats import TEXT, as_model_input, chat, emitted, events, logprobs
 from tests.factories import PAINT
 from tests.sampling import assert_close
+from tinker_server.backends.protocol import ChatEndpoint, InvalidInput
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.sampler.engine import sequences
+from tinker_server.backends.sampler.engine import sequences
 
 
 class Engine:

@@ -7,14 +7,14 @@ import secrets
 import pytest
 from transformers import AutoTokenizer
 
-from api_schemas.sampling import SampleRequest
-from backends.sampler.pool import SamplerPool
 from tests.factories import MIXED, prompt, words
 from tests.sampling import (
     drawn,
     request,
     sample,
 )
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.backends.sampler.pool import SamplerPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from backends.protocol import ChatTask, InvalidInput
-from backends.sampler.engine.grammars import COMPILE_S
+from tinker_server.backends.protocol import ChatTask, InvalidInput
+from tinker_server.backends.sampler.engine.grammars import COMPILE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 USER = [{"role": "user", "content": "what is this world"}]

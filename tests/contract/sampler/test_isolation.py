@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.protocol import ChatTask, InvalidInput
 from tests.factories import MIXED, photo, prompt, words
 from tests.sampling import (
     OVERFLOWING,
@@ -20,6 +19,7 @@ from tests.sampling import (
     scoring,
     spoilt,
 )
+from tinker_server.backends.protocol import ChatTask, InvalidInput
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

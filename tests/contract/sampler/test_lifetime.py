@@ -7,10 +7,6 @@ import psutil
 import pytest
 import torch
 
-from api_schemas.training import Trainable
-from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
-from backends.sampler.checks import check_sample
-from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import MIXED, image, prompt, words
 from tests.sampling import (
     assert_close,
@@ -19,6 +15,10 @@ from tests.sampling import (
     scoring,
     targets,
 )
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
+from tinker_server.backends.sampler.checks import check_sample
+from tinker_server.backends.trainer.checkpoint_files import write_adapter, write_directory
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

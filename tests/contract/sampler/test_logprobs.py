@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api_schemas.inputs import ModelInput, TensorData
 from tests.factories import MIXED, make_renderer, present, prompt, twins, words
 from tests.sampling import (
     ADJACENT,
@@ -23,6 +22,7 @@ from tests.sampling import (
     scoring,
     targets,
 )
+from tinker_server.api_schemas.inputs import ModelInput, TensorData
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

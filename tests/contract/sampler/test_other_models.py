@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
 from tests.factories import make_renderer, prompt, words
 from tests.models import make_tiny_text, make_tiny_vl
@@ -17,6 +16,7 @@ from tests.sampling import (
     sample,
     sampler_config,
 )
+from tinker_server.backends.sampler.pool import SamplerPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

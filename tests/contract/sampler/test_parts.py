@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from backends.protocol import BackendFailed, Unavailable
-from backends.sampler.engine import engine
-from backends.sampler.engine.engine import QUEUE_BYTES, check_version, require_shared_memory
-from backends.sampler.engine.requests import stops
-from backends.sampler.engine.vllm_patches.targets import PATCHES
+from tinker_server.backends.protocol import BackendFailed, Unavailable
+from tinker_server.backends.sampler.engine import engine
+from tinker_server.backends.sampler.engine.engine import QUEUE_BYTES, check_version, require_shared_memory
+from tinker_server.backends.sampler.engine.requests import stops
+from tinker_server.backends.sampler.engine.vllm_patches.targets import PATCHES
 
 
 def test_another_version_of_vllm_than_the_one_our_changes_were_written_for_is_refused():

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from api_schemas.inputs import ImageChunk, ModelInput
-from backends.protocol import SamplingTask
-from backends.sampler.engine.process import SamplerProcess
 from tests.factories import MIXED, image, prompt, words
 from tests.sampling import assert_close, request, sampler_config
+from tinker_server.api_schemas.inputs import ImageChunk, ModelInput
+from tinker_server.backends.protocol import SamplingTask
+from tinker_server.backends.sampler.engine.process import SamplerProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

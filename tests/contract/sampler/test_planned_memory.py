@@ -8,10 +8,6 @@ from typing import Literal
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import Machine, engine_parts
-from backends.sampler.engine.engine import engine_args
 from tests.models import (
     make_tiny_deepseek_v3,
     make_tiny_nemotron_h,
@@ -19,6 +15,10 @@ from tests.models import (
     make_tiny_text,
     make_tiny_vl,
 )
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import Machine, engine_parts
+from tinker_server.backends.sampler.engine.engine import engine_args
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 pytestmark = [pytest.mark.slow]

@@ -15,15 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from api_schemas.training import AdamParams
-from backends.formats.load_check import LoadCheck
-from backends.formats.stacked_adapters import open_adapter
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, present, prompt, words
 from tests.sampling import request, sample
 from tests.trainers import LORA, config, forward_backward, lora_model, trainer
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.formats.stacked_adapters import open_adapter
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -110,7 +110,7 @@ async def test_weights_that_are_scored_otherwise_are_neither_published_nor_sampl
 @pytest.fixture
 def in_files(rank: TrainerRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As an adapter of many bytes is saved."""
-    monkeypatch.setattr("backends.formats.stacked_adapters._FILE_BYTES", 1)
+    monkeypatch.setattr("tinker_server.backends.formats.stacked_adapters._FILE_BYTES", 1)
     rank.save_sampler_weights("m", tmp_path / "in files", for_elsewhere=False)
     return tmp_path / "in files"
 

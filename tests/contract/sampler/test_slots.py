@@ -10,13 +10,13 @@ import pytest
 import pytest_asyncio
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed
-from backends.sampler.engine.adapters import AdapterLoader
-from backends.sampler.engine.sequences import score
-from backends.sampler.engine.versions import VersionCache
-from backends.trainer.rank import TrainerRank
 from tests.slots import BFLOAT16_NATS, running_engine, seeing_trainer, trained_scores
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler.engine.adapters import AdapterLoader
+from tinker_server.backends.sampler.engine.sequences import score
+from tinker_server.backends.sampler.engine.versions import VersionCache
+from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = list(range(10, 40))

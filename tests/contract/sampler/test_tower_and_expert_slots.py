@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.formats.load_check import LoadCheck
-from backends.formats.stacked_adapters import open_adapter
-from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
-from backends.sampler.engine.adapters import AdapterLoader
-from backends.sampler.engine.sequences import score
-from backends.sampler.engine.versions import VersionCache
-from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, present
 from tests.models import make_tiny_vl
 from tests.slots import BFLOAT16_NATS, running_engine, seeing_trainer, trained_scores
 from tests.trainers import forward_backward
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.formats.stacked_adapters import open_adapter
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
+from tinker_server.backends.sampler.engine.adapters import AdapterLoader
+from tinker_server.backends.sampler.engine.sequences import score
+from tinker_server.backends.sampler.engine.versions import VersionCache
+from tinker_server.backends.trainer.rank import TrainerRank
 from tinker_server.weights.export import PEFT
 from tinker_server.weights.peft_form import write_expanded
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from backends.protocol import EngineBatch
 from tests.factories import prompt, words
 from tests.sampling import request, sample
+from tinker_server.backends.protocol import EngineBatch
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.inputs import ModelInput
-from backends.inputs.rendering import Renderer
-from backends.protocol import InvalidInput
-from backends.sampler.checks import check_sample
-from backends.sampler.pool import SamplerPool
 from tests.engines import fork_sampler
 from tests.factories import image, make_renderer, present, prompt, words
 from tests.models import make_tiny_of
 from tests.sampling import Reference, assert_close, request, sample, sampler_config, scoring
+from tinker_server.api_schemas.inputs import ModelInput
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler.checks import check_sample
+from tinker_server.backends.sampler.pool import SamplerPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

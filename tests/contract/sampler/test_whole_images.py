@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api_schemas.inputs import Datum
-from backends.sampler.pool import SamplerPool
 from tests.factories import image, make_renderer, prompt, words
 from tests.models import make_tiny_gemma3
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import LORA, logprobs, trainer
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.backends.sampler.pool import SamplerPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 BLOCK = 128

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
-from api_schemas.base import Request
-from api_schemas.futures import RetrieveFuturesRequest
-from api_schemas.inputs import MAX_CELLS, MAX_COLUMNS, TensorData
-from api_schemas.sampling import SampleRequest
-from api_schemas.service import TelemetryRequest
-from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest
-from api_schemas.training import ForwardBackwardRequest
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.base import Request
+from tinker_server.api_schemas.futures import RetrieveFuturesRequest
+from tinker_server.api_schemas.inputs import MAX_CELLS, MAX_COLUMNS, TensorData
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.service import TelemetryRequest
+from tinker_server.api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest
+from tinker_server.api_schemas.training import ForwardBackwardRequest
 
 FORWARD_BACKWARD = {"model_id": "m", "seq_id": 1}
 SAMPLE = {"sampling_session_id": "s", "seq_id": 1, "sampling_params": {}}

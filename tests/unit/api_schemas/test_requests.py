@@ -12,17 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ConfigDict, ValidationError, create_model
 
-import api_schemas
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
-from api_schemas.base import MAX_DEPTH, MAX_TEXT, Request, too_long, unstorable
-from api_schemas.inputs import Datum
-from api_schemas.sampling import SampleRequest, SamplingParams
-from api_schemas.service import TelemetryRequest
-from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest, SearchSessionsRequest
-from api_schemas.training import AdamParams, CreateModelRequest, ForwardBackwardInput, LoraConfig, OptimStepRequest
-from api_schemas.weights import SaveWeightsRequest
+import tinker_server.api_schemas
 from tests.fake_server import forward_backward_body
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.base import MAX_DEPTH, MAX_TEXT, Request, too_long, unstorable
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.sampling import SampleRequest, SamplingParams
+from tinker_server.api_schemas.service import TelemetryRequest
+from tinker_server.api_schemas.sessions import CreateSessionRequest, FinishSessionRequest, SearchSessionsRequest
+from tinker_server.api_schemas.training import (
+    AdamParams,
+    CreateModelRequest,
+    ForwardBackwardInput,
+    LoraConfig,
+    OptimStepRequest,
+)
+from tinker_server.api_schemas.weights import SaveWeightsRequest
 
 TEXTS = st.text(st.sampled_from("a\u00e9\0\ud800\udfff"), max_size=4) | st.just("a" * (MAX_TEXT + 1))
 NUMBERS = st.integers(-(2**64), 2**64) | st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1]) | st.floats()
@@ -155,12 +161,12 @@ def test_a_number_that_is_no_number_is_refused_and_not_guessed(field, value):
 
 def requests() -> Iterator[type[Request]]:
     """Every type that a client sends."""
-    for module in pkgutil.walk_packages(api_schemas.__path__, "api_schemas."):
+    for module in pkgutil.walk_packages(tinker_server.api_schemas.__path__, "tinker_server.api_schemas."):
         importlib.import_module(module.name)
     kinds: list[type[Request]] = [Request]
     while kinds:
         yield (kind := kinds.pop())
-        kinds += [one for one in kind.__subclasses__() if one.__module__.startswith("api_schemas.")]
+        kinds += [one for one in kind.__subclasses__() if one.__module__.startswith("tinker_server.api_schemas.")]
 
 
 def inner(value: Any) -> Any:

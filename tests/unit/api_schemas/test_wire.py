@@ -7,13 +7,13 @@ import pytest
 import zstandard
 from pydantic import ValidationError
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
-from api_schemas.base import MAX_TEXT
-from api_schemas.inputs import TensorData
-from api_schemas.sampling import SampleRequest
-from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest
 from tests.factories import as_image, as_text, photo
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.base import MAX_TEXT
+from tinker_server.api_schemas.inputs import TensorData
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest
 
 
 def encoded(**changes: Any) -> pb.ForwardBackwardRequest:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.files import write_aside
+from tinker_server.backends.files import write_aside
 
 
 def test_a_file_and_a_directory_appear_once_they_are_written(tmp_path: Path) -> None:

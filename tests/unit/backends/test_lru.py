@@ -1,6 +1,6 @@
 """The bounded cache under all others."""
 
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 
 
 def kept(cache: LRU[str, bytes], names: str) -> list[str]:

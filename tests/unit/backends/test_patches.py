@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from backends.configure.examine import PATCHES
-from backends.families.tower_patches import tower_patch
-from backends.patches import Patch, for_device, hash_of, require_as_written, source_of
-from backends.protocol import BackendFailed
+from tinker_server.backends.configure.examine import PATCHES
+from tinker_server.backends.families.tower_patches import tower_patch
+from tinker_server.backends.patches import Patch, for_device, hash_of, require_as_written, source_of
+from tinker_server.backends.protocol import BackendFailed
 
 Project = Callable[..., str]
 NUMBERS = itertools.count()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from backends import tasks
+from tinker_server.backends import tasks
 
 
 class Slow:

@@ -8,10 +8,10 @@ import pytest
 from fastapi import FastAPI
 from sqlalchemy.exc import DataError
 
-from api_schemas.sessions import SessionHeartbeatRequest
-from api_schemas.wire import MalformedBody
-from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server import errors
+from tinker_server.api_schemas.sessions import SessionHeartbeatRequest
+from tinker_server.api_schemas.wire import MalformedBody
+from tinker_server.backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server.errors import MAX_CHARACTERS, TinkerServerError, failure
 from tinker_server.web.gate import BodyLimit
 from tinker_server.web.handlers import install

@@ -15,8 +15,8 @@ import pytest
 from pydantic import BaseModel
 from sqlalchemy import make_url
 
-from backends.config import BackendConfig
 from tinker_server.__main__ import listen, main, require_keys_beyond_loopback
+from tinker_server.backends.config import BackendConfig
 from tinker_server.command_line import option_of, parse, read_settings
 from tinker_server.errors import StartFailed
 from tinker_server.release import release

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Form, Query, Request, Response
 
-from api_schemas.checkpoints import SetTtlRequest
-from api_schemas.weights import Kind, TinkerPath
+from tinker_server.api_schemas.checkpoints import SetTtlRequest
+from tinker_server.api_schemas.weights import Kind, TinkerPath
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.runs import PER_PAGE, Number, last_page
 from tinker_server.dashboard.rendering import page

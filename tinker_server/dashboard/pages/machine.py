@@ -10,10 +10,10 @@ import psutil
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
-from api_schemas.sampling import SampleRequest
-from api_schemas.training import CreateModelRequest
-from backends.protocol import BaseModel, EngineUse, ProcessState
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.training import CreateModelRequest
 from tinker_server.auth.links import VALID_S
+from tinker_server.backends.protocol import BaseModel, EngineUse, ProcessState
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from api_schemas.owners import StopRunRequest, UnloadRunRequest
+from tinker_server.api_schemas.owners import StopRunRequest, UnloadRunRequest
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.runs import PER_PAGE, Number, last_page
 from tinker_server.dashboard.rendering import page

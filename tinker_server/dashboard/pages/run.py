@@ -13,7 +13,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from api_schemas.base import Request
+from tinker_server.api_schemas.base import Request
 from tinker_server.dashboard.hints import hints
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.runs import Progress, busy_runs, state_of

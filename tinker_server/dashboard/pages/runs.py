@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from api_schemas.sampling import SampleRequest
+from tinker_server.api_schemas.sampling import SampleRequest
 from tinker_server.auth.keys import LOCAL
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.runs_view import (

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk
-from api_schemas.sampling import SampledSequence
-from backends.protocol import BaseModel
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk
+from tinker_server.api_schemas.sampling import SampledSequence
+from tinker_server.backends.protocol import BaseModel
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.curves import important_of
 from tinker_server.dashboard.rendering import page

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from backends.processes.spans import ProcessSpan, spans_to
+from tinker_server.backends.processes.spans import ProcessSpan, spans_to
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.store.futures.observers import Observers, Work, notify

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, StatusCode, Tracer, set_span_in_context
 
-from backends.processes.spans import ANSWERED, ProcessSpan
+from tinker_server.backends.processes.spans import ANSWERED, ProcessSpan
 
 MAX_PROCESS_SPANS = 256
 """Spans of trainer and sampler in a trace; further spans are only counted."""

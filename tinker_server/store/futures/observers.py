@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from api_schemas.base import Response
+from tinker_server.api_schemas.base import Response
 from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.records import NO_SESSION, Step, UsageKind
 

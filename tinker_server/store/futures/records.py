@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from api_schemas.base import Request
+from tinker_server.api_schemas.base import Request
 from tinker_server.errors import failure, shorten
 from tinker_server.store.records import Step
 

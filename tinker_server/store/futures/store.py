@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from backends.lru import LRU
+from tinker_server.backends.lru import LRU
 from tinker_server.errors import BadRequest, DatabaseUnavailable, ResultExpired, UnknownFuture
 from tinker_server.store.database import Database
 from tinker_server.store.futures.batch_writer import BatchWriter

@@ -22,7 +22,7 @@ from vllm.entrypoints.generate.base.protocol import StreamOptions
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from backends.protocol import InvalidInput
+from tinker_server.backends.protocol import InvalidInput
 
 _EVENT, _LAST = "data: ", "data: [DONE]"
 

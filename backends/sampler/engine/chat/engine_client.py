@@ -15,18 +15,18 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
 
-from api_schemas import sampling as api
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
-from backends.sampler.engine.adapters import Version
-from backends.sampler.engine.answers import check_finite, divergence_error
-from backends.sampler.engine.chat.prompts import MODEL_INPUT
-from backends.sampler.engine.fair_admission import FairAdmission
-from backends.sampler.engine.grammars import STEP_S, Grammars
-from backends.sampler.engine.requests import Prompt, derive_seed
-from backends.sampler.engine.sequences import Sequences
-from backends.sampler.engine.versions import VersionCache
+from tinker_server.api_schemas import sampling as api
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
+from tinker_server.backends.sampler.engine.adapters import Version
+from tinker_server.backends.sampler.engine.answers import check_finite, divergence_error
+from tinker_server.backends.sampler.engine.chat.prompts import MODEL_INPUT
+from tinker_server.backends.sampler.engine.fair_admission import FairAdmission
+from tinker_server.backends.sampler.engine.grammars import STEP_S, Grammars
+from tinker_server.backends.sampler.engine.requests import Prompt, derive_seed
+from tinker_server.backends.sampler.engine.sequences import Sequences
+from tinker_server.backends.sampler.engine.versions import VersionCache
 
 _BAD_GRAMMAR = (
     f"response_format: its grammar took more than {STEP_S:g} s between tokens, or allows none where the answer stands"

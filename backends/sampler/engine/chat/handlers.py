@@ -17,14 +17,14 @@ from vllm.renderers.hf import resolve_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.families import gpt_oss
-from backends.families.registry import tool_parser
-from backends.model_spec import DRAWN_TOKENS
-from backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
-from backends.sampler.engine.chat.conversations import Conversations
-from backends.sampler.engine.chat.engine_client import ChatEngine, Shared
-from backends.sampler.engine.chat.prompts import chat_renderer
-from backends.sampler.engine.chat.requests import parse
+from tinker_server.backends.families import gpt_oss
+from tinker_server.backends.families.registry import tool_parser
+from tinker_server.backends.model_spec import DRAWN_TOKENS
+from tinker_server.backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
+from tinker_server.backends.sampler.engine.chat.conversations import Conversations
+from tinker_server.backends.sampler.engine.chat.engine_client import ChatEngine, Shared
+from tinker_server.backends.sampler.engine.chat.prompts import chat_renderer
+from tinker_server.backends.sampler.engine.chat.requests import parse
 
 log = logging.getLogger(__name__)
 _CALLS: dict[

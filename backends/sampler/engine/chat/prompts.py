@@ -17,11 +17,11 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.renderers import BaseRenderer
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from backends.inputs.rendering import Renderer
-from backends.processes.launcher import IMAGES_AS_SENT
-from backends.protocol import InvalidInput
-from backends.sampler.engine.vllm_patches.targets import CHAT_PROMPTS
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.processes.launcher import IMAGES_AS_SENT
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler.engine.vllm_patches.targets import CHAT_PROMPTS
 
 _DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,")
 MODEL_INPUT = "model_input"

@@ -13,7 +13,7 @@ from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, Ant
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from backends.protocol import ChatEndpoint, ChatTask, InvalidInput
+from tinker_server.backends.protocol import ChatEndpoint, ChatTask, InvalidInput
 
 _REQUESTS: dict[ChatEndpoint, type[BaseModel]] = {
     "chat_completions": ChatCompletionRequest,

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import is_weights_pre_processed
 
-from backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 Weights = Iterator[tuple[str, Tensor]]
 METHOD = "tinker_packed_fp8"

@@ -29,9 +29,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1d_fwd_cpu
 
-from backends.families.gpt_oss import gated
-from backends.sampler.engine.vllm_patches import targets
-from backends.sampler.engine.vllm_patches.lora import kernels_with_prompt_rows, rows_by_slot
+from tinker_server.backends.families.gpt_oss import gated
+from tinker_server.backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches.lora import kernels_with_prompt_rows, rows_by_slot
 
 CPU_UUID = "cpu"
 """The CPU's name where a GPU has a number that no other has."""

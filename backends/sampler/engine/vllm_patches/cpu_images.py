@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 
 def _with_images(build: Callable[..., CPUAttentionMetadata]) -> Callable[..., CPUAttentionMetadata]:

@@ -7,15 +7,15 @@ before its scheduler, and nothing else of ours.
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from backends.patches import require_as_written
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.patches import require_as_written
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 
 class Executor(MultiprocExecutor):  # type: ignore[misc]
     """Starts the ranks, and collects all their answers, also where one of them fails."""
 
     def _init_executor(self) -> None:
-        import backends.sampler.engine.vllm_patches.worker  # noqa: F401 - changes the scheduler's process
+        import tinker_server.backends.sampler.engine.vllm_patches.worker  # noqa: F401 - changes the scheduler's process
 
         require_as_written([targets.ANSWERS_OF_RANKS])
         super()._init_executor()

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from vllm.model_executor.layers.layernorm import RMSNormGated
 
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 
 def keep_gated_norms() -> None:

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import LogitsProcessorWithLoRA
 
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 
 def _make_slots(

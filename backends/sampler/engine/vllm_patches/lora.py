@@ -30,9 +30,9 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from backends.families.linear_attention import ENGINE_SLICES, engine_slices
-from backends.families.lora_names import EXPERT_STACKS
-from backends.sampler.engine.slot_check import SlotCheck
+from tinker_server.backends.families.linear_attention import ENGINE_SLICES, engine_slices
+from tinker_server.backends.families.lora_names import EXPERT_STACKS
+from tinker_server.backends.sampler.engine.slot_check import SlotCheck
 
 HEAD = "lm_head"
 

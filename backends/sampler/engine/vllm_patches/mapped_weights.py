@@ -18,7 +18,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
 
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder

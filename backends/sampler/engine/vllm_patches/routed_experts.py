@@ -18,11 +18,17 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from api_schemas.ids import sequence_id
-from backends.formats.expert_routing import NamedSequence, RoutingFiles, identities, routing_name, sequence_name
-from backends.inputs.rendering import Rendered
-from backends.protocol import BackendFailed
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.api_schemas.ids import sequence_id
+from tinker_server.backends.formats.expert_routing import (
+    NamedSequence,
+    RoutingFiles,
+    identities,
+    routing_name,
+    sequence_name,
+)
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -1,10 +1,10 @@
 """The internals of vLLM 0.32 that are changed or relied on; `doctor` reads this list, and it imports no vLLM."""
 
-from backends.families.linear_attention import GATED_NORMS as GATED_NORMS
-from backends.families.registry import ENGINE_PATCHES
-from backends.patches import Patch
+from tinker_server.backends.families.linear_attention import GATED_NORMS as GATED_NORMS
+from tinker_server.backends.families.registry import ENGINE_PATCHES
+from tinker_server.backends.patches import Patch
 
-EXECUTOR = "backends.sampler.engine.vllm_patches.executor.Executor"
+EXECUTOR = "tinker_server.backends.sampler.engine.vllm_patches.executor.Executor"
 """The executor of an engine with several ranks."""
 
 KV_CACHE_ZEROING = Patch(

@@ -12,7 +12,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches import targets
 
 
 def _in_one_step(schedule: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,29 +18,33 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from backends.families import engine as of_kinds
-from backends.formats.stacked_adapters import open_adapter
-from backends.model_spec import DRAWN_TOKENS, ENGINE_GRAPHS_BYTES
-from backends.patches import for_device, require_as_written
-from backends.processes.heap import give_back_memory
-from backends.sampler.engine.grammars import BoundedGrammar
-from backends.sampler.engine.vllm_patches import prompt_scores, targets
-from backends.sampler.engine.vllm_patches.block_fp8 import read_fp8
-from backends.sampler.engine.vllm_patches.float32_residual import mark, register_norms
-from backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
-from backends.sampler.engine.vllm_patches.heads import widen_heads
-from backends.sampler.engine.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
-from backends.sampler.engine.vllm_patches.mapped_weights import map_weights
-from backends.sampler.engine.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
-from backends.sampler.engine.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds, schedule_in_the_kernels
-from backends.sampler.engine.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
-from backends.sampler.engine.vllm_patches.whole_images import keep_images_whole
+from tinker_server.backends.families import engine as of_kinds
+from tinker_server.backends.formats.stacked_adapters import open_adapter
+from tinker_server.backends.model_spec import DRAWN_TOKENS, ENGINE_GRAPHS_BYTES
+from tinker_server.backends.patches import for_device, require_as_written
+from tinker_server.backends.processes.heap import give_back_memory
+from tinker_server.backends.sampler.engine.grammars import BoundedGrammar
+from tinker_server.backends.sampler.engine.vllm_patches import prompt_scores, targets
+from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import read_fp8
+from tinker_server.backends.sampler.engine.vllm_patches.float32_residual import mark, register_norms
+from tinker_server.backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
+from tinker_server.backends.sampler.engine.vllm_patches.heads import widen_heads
+from tinker_server.backends.sampler.engine.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
+from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import map_weights
+from tinker_server.backends.sampler.engine.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
+from tinker_server.backends.sampler.engine.vllm_patches.prefill_graphs import (
+    IMAGES,
+    capture_both_kinds,
+    schedule_in_the_kernels,
+)
+from tinker_server.backends.sampler.engine.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
+from tinker_server.backends.sampler.engine.vllm_patches.whole_images import keep_images_whole
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
-    from backends.sampler.engine.vllm_patches.cpu import patch_cpu, share_on_cpu
-    from backends.sampler.engine.vllm_patches.cpu_images import attend_to_images_on_cpu
+    from tinker_server.backends.sampler.engine.vllm_patches.cpu import patch_cpu, share_on_cpu
+    from tinker_server.backends.sampler.engine.vllm_patches.cpu_images import attend_to_images_on_cpu
 else:
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker

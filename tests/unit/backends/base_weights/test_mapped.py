@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backends.base_weights.mapped import Files, JoinedViews, map_views, require_same
-from backends.base_weights.shared_memory import share
-from backends.protocol import BackendFailed
+from tinker_server.backends.base_weights.mapped import Files, JoinedViews, map_views, require_same
+from tinker_server.backends.base_weights.shared_memory import share
+from tinker_server.backends.protocol import BackendFailed
 
 WRITES = """
 import os, sys, torch
-from backends.base_weights.shared_memory import share
+from tinker_server.backends.base_weights.shared_memory import share
 tensor = torch.ones(4)
 mapped = share([tensor])[id(tensor)].mapped()
 assert mapped.tolist() == [1] * 4

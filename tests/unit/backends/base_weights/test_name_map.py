@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.base_weights.name_map import View, trace_loading
+from tinker_server.backends.base_weights.name_map import View, trace_loading
 
 Load = Callable[[dict[str, Tensor], Iterable[tuple[str, Tensor]]], None]
 E, I, H = 3, 4, 5  # noqa: E741

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from backends.cluster.engines import RemoteEngines, gpus_of_engines, make_engine_spec, require_possible
-from backends.cluster.offer import Offer
-from backends.config import BackendConfig
-from backends.model_spec import ModelSpec, Placement
-from backends.protocol import BackendFailed
-from backends.sampler.pool import SamplerPool
 from tests.specs import tiny_spec
+from tinker_server.backends.cluster.engines import RemoteEngines, gpus_of_engines, make_engine_spec, require_possible
+from tinker_server.backends.cluster.offer import Offer
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.model_spec import ModelSpec, Placement
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.sampler.pool import SamplerPool
 
 GIB = 1 << 30
 
@@ -61,7 +61,7 @@ def test_a_model_that_is_not_the_servers_is_refused() -> None:
 
 def test_gpus_that_do_not_hold_an_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engines, _ = served(device="cuda", tensor_parallel=2, placement=Placement(engines=((0, 1),)))
-    monkeypatch.setattr("backends.cluster.engines.smallest_gpu", lambda gpus: 80 * GIB)
+    monkeypatch.setattr("tinker_server.backends.cluster.engines.smallest_gpu", lambda gpus: 80 * GIB)
     engines.check(offer(80, 80))
     with pytest.raises(BackendFailed, match="an engine of a/b needs 2 GPUs, and this machine has 1"):
         engines.check(offer(80))
@@ -70,7 +70,7 @@ def test_gpus_that_do_not_hold_an_engine_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_models_whose_engines_do_not_fit_on_a_gpu_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.cluster.engines.smallest_gpu", lambda gpus: 80 * GIB)
+    monkeypatch.setattr("tinker_server.backends.cluster.engines.smallest_gpu", lambda gpus: 80 * GIB)
     pools = {}
     for name in ("a/b", "c", "alias"):
         placement = Placement(engines=((0,),), sampler_fraction=0.6)

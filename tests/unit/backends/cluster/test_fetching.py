@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from backends.cluster import fetching
-from backends.cluster.fetching import fetch_files, give
-from backends.cluster.handshake import accept
-from backends.formats.model_files import fingerprint
-from backends.protocol import BackendFailed
 from tests.cluster.connections import serving
 from tests.factories import present
+from tinker_server.backends.cluster import fetching
+from tinker_server.backends.cluster.fetching import fetch_files, give
+from tinker_server.backends.cluster.handshake import accept
+from tinker_server.backends.formats.model_files import fingerprint
+from tinker_server.backends.protocol import BackendFailed
 
 TOKEN = secrets.token_hex(32)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from backends.cluster.handshake import Connection, Unreachable, accept, connect
-from backends.cluster.join import until_answered
-from backends.cluster.token import make_token, read_token
-from backends.cluster.versions import differences, versions
-from backends.protocol import BackendFailed
 from tests.cluster.connections import serving
 from tests.factories import present
+from tinker_server.backends.cluster.handshake import Connection, Unreachable, accept, connect
+from tinker_server.backends.cluster.join import until_answered
+from tinker_server.backends.cluster.token import make_token, read_token
+from tinker_server.backends.cluster.versions import differences, versions
+from tinker_server.backends.protocol import BackendFailed
 
 TOKEN, OTHER = secrets.token_hex(32), secrets.token_hex(32)
 

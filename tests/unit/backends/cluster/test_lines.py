@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from backends.cluster import lines
-from backends.cluster.handshake import accept
-from backends.cluster.lines import BACKLOG_BYTES, LINE_BYTES, LOG, Backlog, Lines, show
 from tests.cluster.connections import serving
 from tests.factories import present
 from tests.waiting import until
+from tinker_server.backends.cluster import lines
+from tinker_server.backends.cluster.handshake import accept
+from tinker_server.backends.cluster.lines import BACKLOG_BYTES, LINE_BYTES, LOG, Backlog, Lines, show
 
 TOKEN = secrets.token_hex(32)
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from backends.cluster.engines import RemoteEngines
-from backends.cluster.offer import Offer
-from backends.cluster.replicas import RemoteReplicas
-from backends.model_spec import Mesh, ModelSpec, Placement
-from backends.trainer.client import TrainerClient
 from tests.specs import tiny_spec
+from tinker_server.backends.cluster.engines import RemoteEngines
+from tinker_server.backends.cluster.offer import Offer
+from tinker_server.backends.cluster.replicas import RemoteReplicas
+from tinker_server.backends.model_spec import Mesh, ModelSpec, Placement
+from tinker_server.backends.trainer.client import TrainerClient
 
 GIB = 1 << 30
 BESIDE = Placement((0, 1), 0.5, 0.4, engines=((0,), (1,)))
@@ -26,7 +26,7 @@ def offer(*gpu_gib: int, models: tuple[str, ...] = ("a/b",)) -> Offer:
 
 def obstacle(placement: Placement, given: Offer, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> str | None:
     spec: ModelSpec = replace(tiny_spec(Path("/here")), device=device, placement=placement, mesh=Mesh(shard=2))  # type: ignore[arg-type]
-    monkeypatch.setattr("backends.cluster.replicas.smallest_gpu", lambda gpus: 80 * GIB)
+    monkeypatch.setattr("tinker_server.backends.cluster.replicas.smallest_gpu", lambda gpus: 80 * GIB)
     trainers = {name: (spec, TrainerClient(spec)) for name in ("a/b", "c")}
     return RemoteReplicas("10.0.0.1", trainers, RemoteEngines({})).obstacle(spec, given)
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from backends.config import BackendConfig
-from backends.configure.fitting_cards import fitting_cards
-from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import GIB, Machine
-from backends.configure.placement import make_plan
-from backends.protocol import BackendFailed
 from tests.shapes import shape
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.fitting_cards import fitting_cards
+from tinker_server.backends.configure.gpus import CARDS_GIB, cards
+from tinker_server.backends.configure.memory_plan import GIB, Machine
+from tinker_server.backends.configure.placement import make_plan
+from tinker_server.backends.protocol import BackendFailed
 
 HERE = Machine(main_bytes=64 * GIB)
 

@@ -12,16 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PreTrainedModel
 
-from api_schemas.training import Trainable
-from backends.configure.memory_plan import Demand, trainer_parts
-from backends.families.coverage import ImageToken, image_token
-from backends.families.family import Family, RenderedImage
-from backends.families.lora_names import trained_modules
-from backends.families.registry import find_family
-from backends.trainer.distributed import ALONE
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.model import vision
-from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 from tests.factories import present
 from tests.models import (
     make_tiny_internvl,
@@ -31,6 +21,16 @@ from tests.models import (
     make_tiny_vl,
 )
 from tests.shapes import shape
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.configure.memory_plan import Demand, trainer_parts
+from tinker_server.backends.families.coverage import ImageToken, image_token
+from tinker_server.backends.families.family import Family, RenderedImage
+from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.trainer.distributed import ALONE
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.model import vision
+from tinker_server.backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 
 SIZES = {"hidden_size": 288, "intermediate_size": 1076, "num_heads": 4, "num_attention_heads": 4}
 """A quarter of the published towers' widths."""

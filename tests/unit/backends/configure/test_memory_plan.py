@@ -12,30 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from api_schemas.training import Layout as LoraLayout
-from api_schemas.training import Trainable
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
-from backends.configure.gpus import cards
-from backends.configure.memory_plan import (
-    GIB,
-    Demand,
-    Layout,
-    Machine,
-    MemoryPlan,
-    adapter_bytes,
-    engine_parts,
-    plan_parts,
-    trainer_parts,
-)
-from backends.configure.nearest_fit import plan_or_suggest, suggestions
-from backends.configure.placement import make_plan, placement
-from backends.families.lora_names import trained_modules
-from backends.families.registry import find_family
-from backends.model_spec import Device
-from backends.protocol import BackendFailed
-from backends.trainer.distributed import World
-from backends.trainer.lora.adapters import Adapters
 from tests.factories import present
 from tests.models import (
     make_tiny_deepseek_v3,
@@ -46,6 +22,30 @@ from tests.models import (
     make_tiny_vl,
 )
 from tests.shapes import shape
+from tinker_server.api_schemas.training import Layout as LoraLayout
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.gpus import cards
+from tinker_server.backends.configure.memory_plan import (
+    GIB,
+    Demand,
+    Layout,
+    Machine,
+    MemoryPlan,
+    adapter_bytes,
+    engine_parts,
+    plan_parts,
+    trainer_parts,
+)
+from tinker_server.backends.configure.nearest_fit import plan_or_suggest, suggestions
+from tinker_server.backends.configure.placement import make_plan, placement
+from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.model_spec import Device
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.adapters import Adapters
 from tinker_server.command_line import parse, read_settings
 
 RANK: Literal[16] = 16

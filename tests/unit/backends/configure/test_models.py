@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from backends.base_weights.client import BaseWeights
-from backends.configure.create import LocalModel
-from backends.processes.launcher import Seat
-from backends.processes.rpc import Child
-from backends.sampler.pool import SamplerPool
-from backends.trainer.client import TrainerClient
-from backends.trainer.replicas import Replica
 from tests.specs import tiny_spec
+from tinker_server.backends.base_weights.client import BaseWeights
+from tinker_server.backends.configure.create import LocalModel
+from tinker_server.backends.processes.launcher import Seat
+from tinker_server.backends.processes.rpc import Child
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.client import TrainerClient
+from tinker_server.backends.trainer.replicas import Replica
 
 
 async def nowhere(seat: Seat) -> list[Child]:

@@ -9,15 +9,6 @@ from typing import Any, Literal
 
 import pytest
 
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models, find
-from backends.configure.memory_plan import Layout, Machine, MemoryPlan
-from backends.configure.model_size import ModelSize
-from backends.configure.nearest_fit import idle_gpus
-from backends.configure.placement import make_plan, placement
-from backends.families.coverage import LoraMatrices, Numbers
-from backends.model_spec import Device, Mesh, Placement
-from backends.protocol import BackendFailed
 from tests.models import (
     EXPERTS,
     make_tiny_gpt_oss,
@@ -29,6 +20,15 @@ from tests.models import (
     make_tiny_vl,
 )
 from tests.specs import tiny_spec
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models, find
+from tinker_server.backends.configure.memory_plan import Layout, Machine, MemoryPlan
+from tinker_server.backends.configure.model_size import ModelSize
+from tinker_server.backends.configure.nearest_fit import idle_gpus
+from tinker_server.backends.configure.placement import make_plan, placement
+from tinker_server.backends.families.coverage import LoraMatrices, Numbers
+from tinker_server.backends.model_spec import Device, Mesh, Placement
+from tinker_server.backends.protocol import BackendFailed
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 GIB = 1 << 30

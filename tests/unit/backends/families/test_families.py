@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from backends.families.coverage import LoraMatrices, check_coverage
-from backends.families.family import LoraFlag
-from backends.families.lora_names import decoder_modules
-from backends.families.nemotron_h import require_known
-from backends.families.registry import find_family
-from backends.protocol import BackendFailed
 from tests.models import make_tiny_vl
+from tinker_server.backends.families.coverage import LoraMatrices, check_coverage
+from tinker_server.backends.families.family import LoraFlag
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.families.nemotron_h import require_known
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.protocol import BackendFailed
 
 SIZES = {
     "hidden_size": 64,

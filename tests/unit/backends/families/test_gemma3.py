@@ -13,19 +13,19 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Gemma3Processor
 
-from api_schemas.inputs import ImageChunk
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import Machine
-from backends.families.coverage import check_coverage, image_token
-from backends.families.registry import find_family
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.distributed import ALONE
-from backends.trainer.model.compiling import text_microbatch
-from backends.trainer.model.packing import pack
 from tests.factories import image, make_renderer, photo, present, prompt, text, words
 from tests.models import make_tiny_gemma3
+from tinker_server.api_schemas.inputs import ImageChunk
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.families.coverage import check_coverage, image_token
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.trainer.distributed import ALONE
+from tinker_server.backends.trainer.model.compiling import text_microbatch
+from tinker_server.backends.trainer.model.packing import pack
 
 MARKS = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 

@@ -10,14 +10,14 @@ from typing import get_args
 
 import pytest
 
-from api_schemas.training import Layout
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
 from tests.fakes import FakeBaseModel
 from tests.models import FAMILIES
 from tests.published import SERVICE_COUNTS
 from tests.shapes import shape
 from tests.submitting import server
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
 from tinker_server.command_line import parse, read_settings
 
 PLANNED = (

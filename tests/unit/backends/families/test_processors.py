@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from backends.families.processors import ImageProcessor
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed
 from tests.factories import image, make_renderer, present, prompt
 from tests.models import make_tiny_gemma3, make_tiny_internvl, make_tiny_qwen2_5_vl, make_tiny_smolvlm, make_tiny_vl
+from tinker_server.backends.families.processors import ImageProcessor
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed
 
 KINDS = {
     "Qwen3-VL": (make_tiny_vl, {}),
@@ -75,7 +75,7 @@ def test_many_patches_are_normalised_part_by_part(processor, monkeypatch) -> Non
     pixels = torch.randint(0, 256, (7, 12), dtype=torch.uint8)
     whole = processor.normalised(pixels, torch.float32)
     for cells in (1, 25, 36):
-        monkeypatch.setattr("backends.families.processors._VALUES_AT_ONCE", cells)
+        monkeypatch.setattr("tinker_server.backends.families.processors._VALUES_AT_ONCE", cells)
         assert torch.equal(processor.normalised(pixels, torch.float32), whole)
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from api_schemas.training import Trainable
-from backends.families.coverage import check_coverage
-from backends.families.lora_names import trained_modules
-from backends.families.registry import find_family
-from backends.protocol import BackendFailed
-from backends.trainer.lora.adapters import Adapters
 from tests.published import COOKBOOK, NOT_FOUND, SERVICE_COUNTS
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.coverage import check_coverage
+from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.lora.adapters import Adapters
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 NOT_SERVED = {

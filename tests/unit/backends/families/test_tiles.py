@@ -19,13 +19,13 @@ from transformers import (
     SmolVLMVideoProcessor,
 )
 
-from api_schemas.inputs import ImageChunk
-from backends.families.coverage import check_coverage
-from backends.families.registry import find_family
-from backends.protocol import BackendFailed, InvalidInput
-from backends.sampler.engine.chat.prompts import chat_renderer
 from tests.factories import image, make_renderer, photo, present, prompt, text, words
 from tests.models import make_tiny_internvl, make_tiny_smolvlm
+from tinker_server.api_schemas.inputs import ImageChunk
+from tinker_server.backends.families.coverage import check_coverage
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.sampler.engine.chat.prompts import chat_renderer
 
 KINDS = {
     "InternVL": (make_tiny_internvl, "<IMG_CONTEXT>", ["<img>", "<IMG_CONTEXT>", "</img>"]),

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from backends.families.coverage import check_coverage, untrained
-from backends.families.lora_names import tower_modules, trained_modules
-from backends.families.qwen import Qwen3VLVision
-from backends.families.registry import find_family
-from backends.protocol import BackendFailed
 from tests.factories import present
 from tests.fakes import FakeBaseModel
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5
 from tests.submitting import server
+from tinker_server.backends.families.coverage import check_coverage, untrained
+from tinker_server.backends.families.lora_names import tower_modules, trained_modules
+from tinker_server.backends.families.qwen import Qwen3VLVision
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.protocol import BackendFailed
 from tinker_server.command_line import parse, read_settings
 
 

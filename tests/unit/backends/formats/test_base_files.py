@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backends.base_weights.mapped import Files
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import Machine
-from backends.formats.base_files import find_needed_files, link_files, weight_files
-from backends.formats.model_files import check_tokenizer, count_parameters, fingerprint, tensor_bytes
-from backends.protocol import BackendFailed
 from tests.layouts import INDEX, SHARDS, add_mistrals_layout, split
 from tests.models import make_tiny_text
+from tinker_server.backends.base_weights.mapped import Files
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.formats.base_files import find_needed_files, link_files, weight_files
+from tinker_server.backends.formats.model_files import check_tokenizer, count_parameters, fingerprint, tensor_bytes
+from tinker_server.backends.protocol import BackendFailed
 
 
 @pytest.fixture

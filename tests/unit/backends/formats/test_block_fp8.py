@@ -9,15 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends.base_weights.mapped import Files
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models, find
-from backends.configure.memory_plan import Machine, engine_parts, trainer_parts
-from backends.formats.block_fp8 import check_files, dequantised, halves, joined, packed, packed_bytes, unpack
-from backends.formats.model_files import fingerprint
-from backends.protocol import BackendFailed
 from tests.factories import present
 from tests.models import make_tiny_moe, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl, quantise_in_blocks
+from tinker_server.backends.base_weights.mapped import Files
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models, find
+from tinker_server.backends.configure.memory_plan import Machine, engine_parts, trainer_parts
+from tinker_server.backends.formats.block_fp8 import (
+    check_files,
+    dequantised,
+    halves,
+    joined,
+    packed,
+    packed_bytes,
+    unpack,
+)
+from tinker_server.backends.formats.model_files import fingerprint
+from tinker_server.backends.protocol import BackendFailed
 
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 

@@ -15,23 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vllm.outputs import CompletionOutput
 
-from api_schemas.inputs import Datum, EncodedTextChunk, TokenRun
-from backends.config import BackendConfig
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import Machine
-from backends.formats.expert_routing import (
-    NamedSequence,
-    RoutingFiles,
-    read_routing,
-    read_sequence,
-    routing_name,
-)
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed, InvalidInput
-from backends.sampler.engine.vllm_patches.routed_experts import keep_routing
-from backends.trainer.distributed import World
-from backends.trainer.model.router_replay import UNKNOWN
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import FAMILIES, make_tiny_moe
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
@@ -49,6 +32,23 @@ from tests.trainers import (
     together,
     trainer,
 )
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, TokenRun
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.formats.expert_routing import (
+    NamedSequence,
+    RoutingFiles,
+    read_routing,
+    read_sequence,
+    routing_name,
+)
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.sampler.engine.vllm_patches.routed_experts import keep_routing
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.router_replay import UNKNOWN
+from tinker_server.backends.trainer.rank import TrainerRank
 
 TEXTS = [prompt(words(length, length)) for length in (5, 11, 23)]
 TINY_VL = Path(__file__).parents[4] / "tinker_server/tiny_vl"

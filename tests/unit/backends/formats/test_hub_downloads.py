@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from backends.formats import model_files
-from backends.formats.model_files import local_directory
-from backends.protocol import BackendFailed, Unavailable
+from tinker_server.backends.formats import model_files
+from tinker_server.backends.formats.model_files import local_directory
+from tinker_server.backends.protocol import BackendFailed, Unavailable
 
 COMMIT = "a" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(3_000_000), "old.bin": bytes(9_000_000)}

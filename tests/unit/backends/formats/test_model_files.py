@@ -8,14 +8,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import NemotronHConfig
 
-from backends.formats.model_files import (
+from tests.models import make_tiny_text
+from tinker_server.backends.formats.model_files import (
     count_parameters,
     fingerprint,
     kv_bytes_per_token,
     state_bytes_per_sequence,
 )
-from backends.protocol import BackendFailed
-from tests.models import make_tiny_text
+from tinker_server.backends.protocol import BackendFailed
 
 
 @pytest.fixture

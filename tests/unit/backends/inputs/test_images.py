@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from api_schemas.inputs import ImageChunk
-from backends.inputs.images import BadImage, decode, open_image, size_of
-from backends.inputs.rendering import Renderer
-from backends.protocol import InvalidInput
-from backends.trainer.step.decoding import decode_batch
-from backends.trainer.step.validation import check_forward_backward
 from tests.factories import cross_entropy, datum, image, photo, prompt, text
+from tinker_server.api_schemas.inputs import ImageChunk
+from tinker_server.backends.inputs.images import BadImage, decode, open_image, size_of
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.trainer.step.decoding import decode_batch
+from tinker_server.backends.trainer.step.validation import check_forward_backward
 
 MANY = 10**8
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas.inputs import ModelInput
-from backends.inputs.prefetch import Prefetcher
-from backends.inputs.rendering import Layout, Rendered, Renderer
-from backends.protocol import InvalidInput
 from tests.factories import image, make_renderer, present, prompt, words
+from tinker_server.api_schemas.inputs import ModelInput
+from tinker_server.backends.inputs.prefetch import Prefetcher
+from tinker_server.backends.inputs.rendering import Layout, Rendered, Renderer
+from tinker_server.backends.protocol import InvalidInput
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
-from api_schemas.sampling import SampleRequest, SamplingParams
-from backends.inputs.rendering import Renderer, images_of
-from backends.protocol import InvalidInput
-from backends.sampler.checks import check_sample
 from tests.factories import image, make_renderer, photo, prompt, text, twins, words
+from tinker_server.api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
+from tinker_server.api_schemas.sampling import SampleRequest, SamplingParams
+from tinker_server.backends.inputs.rendering import Renderer, images_of
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler.checks import check_sample
 
 
 def file_of(picture: Image.Image, format: str) -> bytes:

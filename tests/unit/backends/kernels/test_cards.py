@@ -2,8 +2,8 @@
 
 import pytest
 
-from backends.kernels.cards import Capability, choices_for
-from backends.protocol import BackendFailed
+from tinker_server.backends.kernels.cards import Capability, choices_for
+from tinker_server.backends.protocol import BackendFailed
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.kernels import delta_rule
-from backends.kernels.delta_rule import CHUNK, chunk_indices
 from tests.delta_rule import of_queries_and_keys
+from tinker_server.backends.kernels import delta_rule
+from tinker_server.backends.kernels.delta_rule import CHUNK, chunk_indices
 
 HEADS, KEY, VALUE = 2, 5, 3
 

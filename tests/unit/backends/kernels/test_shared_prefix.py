@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from backends.kernels import varlen_attention as packed
-from backends.kernels.shared_prefix import Level, levels, tables
-from backends.kernels.varlen_attention import packed_attention
-from backends.protocol import BackendFailed
-from backends.trainer.model import attention
-from backends.trainer.model.attention import PACKED
-from backends.trainer.model.shared_prefixes import Prefixes, Trie
 from tests.attention import PlainKernel, kernels_in_plain_operations, one_by_one, packed_qkv
 from tests.models import make_tiny_text
 from tests.tries import datums_of
+from tinker_server.backends.kernels import varlen_attention as packed
+from tinker_server.backends.kernels.shared_prefix import Level, levels, tables
+from tinker_server.backends.kernels.varlen_attention import packed_attention
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.attention import PACKED
+from tinker_server.backends.trainer.model.shared_prefixes import Prefixes, Trie
 
 HEADS, SIZE, SCALE = (4, 2), 8, 0.3
 

@@ -9,12 +9,6 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from backends.kernels import varlen_attention as packed
-from backends.kernels.flash_attention import Span
-from backends.kernels.plain_attention import plain_attention
-from backends.kernels.varlen_attention import packed_attention, round_up_length
-from backends.protocol import BackendFailed
-from backends.trainer.model import attention
 from tests.attention import (
     PlainKernel,
     kernels_in_plain_operations,
@@ -25,6 +19,12 @@ from tests.attention import (
     span_rows,
 )
 from tests.factories import present
+from tinker_server.backends.kernels import varlen_attention as packed
+from tinker_server.backends.kernels.flash_attention import Span
+from tinker_server.backends.kernels.plain_attention import plain_attention
+from tinker_server.backends.kernels.varlen_attention import packed_attention, round_up_length
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.model import attention
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 SCALE = 0.3

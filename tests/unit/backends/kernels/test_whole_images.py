@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.kernels import whole_images
-from backends.kernels.flash_attention import Span
-from backends.kernels.plain_attention import plain_attention
-from backends.kernels.varlen_attention import packed_attention
-from backends.protocol import BackendFailed
 from tests.attention import (
     PlainKernel,
     kernels_in_plain_operations,
     packed_qkv,
 )
+from tinker_server.backends.kernels import whole_images
+from tinker_server.backends.kernels.flash_attention import Span
+from tinker_server.backends.kernels.plain_attention import plain_attention
+from tinker_server.backends.kernels.varlen_attention import packed_attention
+from tinker_server.backends.protocol import BackendFailed
 
 HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 NUM_TOKENS = 6

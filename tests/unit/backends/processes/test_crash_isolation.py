@@ -2,7 +2,7 @@
 
 import asyncio
 
-from backends.processes.crash_isolation import CrashIsolation, Suspect
+from tinker_server.backends.processes.crash_isolation import CrashIsolation, Suspect
 
 
 class Process:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from backends.processes.fair_queue import FairQueue
+from tinker_server.backends.processes.fair_queue import FairQueue
 
 
 class Log:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from backends.processes.fair_threads import FairThreads
+from tinker_server.backends.processes.fair_threads import FairThreads
 
 NAME: ContextVar[str] = ContextVar("NAME")
 

@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 
-from backends.processes.heap import free_main_bytes, give_back_memory
+from tinker_server.backends.processes.heap import free_main_bytes, give_back_memory
 
 MIB = 1 << 20
 

@@ -15,17 +15,17 @@ import psutil
 import pytest
 import uvloop
 
-from backends.model_spec import Mesh, Placement
-from backends.processes import launcher
-from backends.processes.launcher import Others, Seat, launch, launch_sampler, launch_trainer
-from backends.processes.rpc import Child, ChildDied
-from backends.protocol import BackendFailed, InvalidInput
 from tests.busy_child import LONGEST_ANSWER, EndSlowly, Grandchild, Nap, NotToBeRead, Work, Zeros
 from tests.specs import tiny_spec
+from tinker_server.backends.model_spec import Mesh, Placement
+from tinker_server.backends.processes import launcher
+from tinker_server.backends.processes.launcher import Others, Seat, launch, launch_sampler, launch_trainer
+from tinker_server.backends.processes.rpc import Child, ChildDied
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
 
 SERVER = """
 import asyncio
-from backends.processes.launcher import launch
+from tinker_server.backends.processes.launcher import launch
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap
 
 async def main():
@@ -222,7 +222,7 @@ async def test_every_process_of_a_model_has_its_caches_in_the_data_directory_or_
 
 
 async def test_a_child_that_is_ended_while_it_works_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "backends.processes.launcher")
+    caplog.set_level("INFO", "tinker_server.backends.processes.launcher")
     child = await launch("busy", "tests.busy_child", {})
     working = asyncio.create_task(child.call(Nap(30)))
     await asyncio.sleep(0.1)
@@ -238,7 +238,7 @@ async def test_a_child_that_is_ended_while_it_works_is_no_warning(caplog: pytest
 
 @pytest.mark.parametrize("last", [Work(30), EndSlowly(30)])
 async def test_a_child_ends_by_itself_at_once(last: Work | EndSlowly, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "backends.processes.launcher")
+    caplog.set_level("INFO", "tinker_server.backends.processes.launcher")
     child = await launch("busy", "tests.busy_child", {})
     await child.call(Zeros(1))
     calling = asyncio.create_task(child.call(last))

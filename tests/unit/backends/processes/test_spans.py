@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from backends.processes.launcher import launch
-from backends.processes.rpc import ChildDied
-from backends.processes.spans import ProcessSpan, spans_to
-from backends.protocol import InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Nap, Zeros
+from tinker_server.backends.processes.launcher import launch
+from tinker_server.backends.processes.rpc import ChildDied
+from tinker_server.backends.processes.spans import ProcessSpan, spans_to
+from tinker_server.backends.protocol import InvalidInput
 
 
 async def test_spans_of_calls_have_the_times_of_their_process_and_an_outcome() -> None:

@@ -10,12 +10,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from backends.processes import supervisor
-from backends.processes.launcher import launch
-from backends.processes.rpc import Child
-from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import BackendFailed, Loading, ignore_loading
 from tests.busy_child import Nap
+from tinker_server.backends.processes import supervisor
+from tinker_server.backends.processes.launcher import launch
+from tinker_server.backends.processes.rpc import Child
+from tinker_server.backends.processes.supervisor import Silence, Supervisor
+from tinker_server.backends.protocol import BackendFailed, Loading, ignore_loading
 
 
 class Group:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from api_schemas.inputs import ImageChunk, ModelInput
-from api_schemas.sampling import SamplingParams
-from backends.protocol import ChatTask, SamplingTask
-from backends.sampler import prefix_routes
-from backends.sampler.prefix_routes import (
+from tests.factories import as_text, image, photo, prompt, words
+from tinker_server.api_schemas.inputs import ImageChunk, ModelInput
+from tinker_server.api_schemas.sampling import SamplingParams
+from tinker_server.backends.protocol import ChatTask, SamplingTask
+from tinker_server.backends.sampler import prefix_routes
+from tinker_server.backends.sampler.prefix_routes import (
     BLOCK_TOKENS,
     SLACK_TOKENS,
     WORTH,
@@ -21,7 +22,6 @@ from backends.sampler.prefix_routes import (
     task_pieces,
     task_tokens,
 )
-from tests.factories import as_text, image, photo, prompt, words
 
 IDLE = {0: 0, 1: 0, 2: 0}
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.processes.rpc import WeightsAbsent
-from backends.protocol import InvalidInput
-from backends.sampler import received
-from backends.sampler.received import ReceivedWeights, read_files
+from tinker_server.backends.processes.rpc import WeightsAbsent
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler import received
+from tinker_server.backends.sampler.received import ReceivedWeights, read_files
 
 
 def saved(directory: Path, content: bytes) -> Path:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed, InvalidInput
 from tests.factories import cross_entropy, datum, image, prompt, succeeded, words
 from tests.trainers import LORA, together, trained, trainer
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.distributed import World, agreed, agreed_each
+from tinker_server.backends.protocol import BackendFailed, InvalidInput
+from tinker_server.backends.trainer.distributed import World, agreed, agreed_each
 
 ALONE = World(0, 1, torch.device("cpu"))
 

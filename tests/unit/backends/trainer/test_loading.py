@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from backends.processes.progress import Progress
-from backends.protocol import Loading
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.trainers import config
+from tinker_server.backends.processes.progress import Progress
+from tinker_server.backends.protocol import Loading
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 
 def test_a_rank_counts_every_byte_of_its_files_and_says_what_comes_next(tiny_vl: Path) -> None:

@@ -9,18 +9,18 @@ import psutil
 import pytest
 import torch
 
-from api_schemas.training import AdamParams, Trainable
-from backends.protocol import BackendFailed, EncodedBatch, InvalidInput
-from backends.trainer.distributed import World
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.model.recompute import ActivationCosts, Memory, Recomputation
-from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, succeeded, words
 from tests.models import make_tiny_moe
 from tests.ranks import on_two_ranks
 from tests.trainers import LORA, assert_same, config, forward_backward, lora_model, perturb, together
 from tests.trainers import trainer as make_trainer
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.protocol import BackendFailed, EncodedBatch, InvalidInput
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.model.recompute import ActivationCosts, Memory, Recomputation
+from tinker_server.backends.trainer.rank import TrainerRank
 
 PER_TOKEN = 1000
 LONGEST = 100

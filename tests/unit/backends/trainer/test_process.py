@@ -5,10 +5,10 @@ from typing import get_args
 
 from safetensors.torch import load_file
 
-from backends.protocol import ADAPTER_FILE, SavedForm
-from backends.trainer import commands
-from backends.trainer.process import run
 from tests.trainers import LORA, trainer
+from tinker_server.backends.protocol import ADAPTER_FILE, SavedForm
+from tinker_server.backends.trainer import commands
+from tinker_server.backends.trainer.process import run
 
 
 def test_a_model_is_saved_in_the_form_that_was_asked_for(tiny_text: Path, tmp_path: Path) -> None:

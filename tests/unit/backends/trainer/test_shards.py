@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.training import AdamParams, Trainable
-from backends.protocol import BackendFailed
-from backends.trainer import shards
-from backends.trainer.distributed import ALONE, World
-from backends.trainer.lora.model import Group, LoraModel, StackedAdapter
-from backends.trainer.optimizer import MOMENTS
 from tests.ranks import on_ranks
+from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer import shards
+from tinker_server.backends.trainer.distributed import ALONE, World
+from tinker_server.backends.trainer.lora.model import Group, LoraModel, StackedAdapter
+from tinker_server.backends.trainer.optimizer import MOMENTS
 
 NUM_RANKS = 3
 SHAPES = [(1,), (2, 1, 1), (3, 5), (7,), (4, 2, 9), (100,)]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.training import AdamParams, UnloadModelRequest
-from backends.protocol import LoadedModel
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
+from tinker_server.api_schemas.training import AdamParams, UnloadModelRequest
+from tinker_server.backends.protocol import LoadedModel
 from tinker_server.store.futures.records import UNLOAD_SUFFIX
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.sampling import SampleResponse
-from backends.protocol import EncodedBatch, LoadedModel, SamplingTask
 from tests.fakes import FakeSampler, FakeTrainer
 from tests.submitting import Client, server
+from tinker_server.api_schemas.sampling import SampleResponse
+from tinker_server.backends.protocol import EncodedBatch, LoadedModel, SamplingTask
 from tinker_server.errors import Superseded
 from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.store.database import Database

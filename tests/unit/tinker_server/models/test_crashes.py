@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from backends.protocol import BackendFailed, LoadedModel
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
+from tinker_server.backends.protocol import BackendFailed, LoadedModel
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.settings import Settings
 from tinker_server.store.checkpoints import parse_path

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.sessions import CreateSessionRequest
 from tests.fakes import FakeBackend, FakeBaseModel
 from tests.submitting import Client, server
+from tinker_server.api_schemas.sessions import CreateSessionRequest
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.errors import OtherBaseModel

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from api_schemas.training import AdamParams
-from backends.protocol import EncodedBatch, LoadedModel, ProcessDied
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.protocol import EncodedBatch, LoadedModel, ProcessDied
 
 STEPS = 7
 """Steps of two parts and an optim_step each."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.training import Trainable
-from backends.protocol import LoadedModel, ModelLost
 from tests.submitting import Client, server
 from tests.waiting import until
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.protocol import LoadedModel, ModelLost
 
 
 async def two_models(client: Client) -> list[str]:

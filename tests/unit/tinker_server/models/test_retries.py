@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from backends.protocol import BackendFailed, ModelLost, ProcessDied
+from tinker_server.backends.protocol import BackendFailed, ModelLost, ProcessDied
 from tinker_server.errors import DatabaseUnavailable, Superseded
 from tinker_server.models.retries import Retries
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.training import (
+from tests.submitting import GRACE_S, Client, server
+from tinker_server.api_schemas.training import (
     LoraConfig,
     OptimizerConfig,
     OptimStepRequest,
 )
-from api_schemas.weights import SaveWeightsForSamplerRequest
-from tests.submitting import GRACE_S, Client, server
+from tinker_server.api_schemas.weights import SaveWeightsForSamplerRequest
 from tinker_server.errors import BadRequest, SequenceConflict, ShuttingDown
 from tinker_server.models.lane import MAX_LET_IN, Lane
 from tinker_server.store.futures.records import Operation

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.protocol import Loading
 from tests.fakes import FakeBackend
 from tests.terminal import terminal
 from tinker_server.app import create_app
+from tinker_server.backends.protocol import Loading
 from tinker_server.errors import StartFailed
 from tinker_server.observability.progress import Bars, Lines, Processes, amount
 from tinker_server.settings import Settings

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from api_schemas.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tests.factories import as_text
+from tinker_server.api_schemas.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tinker_server.observability.recent_samples import IMAGE_BYTES, PROMPT_TOKENS, SEQUENCES, TOKENS, Drawn, Gallery
 from tinker_server.observability.sample_files import SampleFiles
 

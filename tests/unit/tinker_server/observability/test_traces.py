@@ -7,9 +7,9 @@ import httpx
 import pytest
 from sqlalchemy import insert
 
-from api_schemas.sessions import CreateSessionRequest
 from tests.fakes import FakeBackend
 from tests.stalls import longest_stall
+from tinker_server.api_schemas.sessions import CreateSessionRequest
 from tinker_server.app import create_app
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings

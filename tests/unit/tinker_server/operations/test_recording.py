@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api_schemas import wire
-from api_schemas.inputs import Datum
-from api_schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from backends.configure.gpus import read_gpus
-from backends.inputs.detokenize import TokenTexts
-from backends.protocol import EncodedBatch
 from tests.factories import batch, prompt, words
 from tests.submitting import server
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
+from tinker_server.backends.configure.gpus import read_gpus
+from tinker_server.backends.inputs.detokenize import TokenTexts
+from tinker_server.backends.protocol import EncodedBatch
 from tinker_server.dashboard.hints import hints
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.operations.recording import Recording

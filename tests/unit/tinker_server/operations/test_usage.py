@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
-from backends.protocol import SamplingTask
 from tests.fakes import FakeBackend
 from tinker_server.accounts import Records
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tinker_server.auth.keys import Keys
+from tinker_server.backends.protocol import SamplingTask
 from tinker_server.models.base_models import BaseModels
 from tinker_server.operations import sampling
 from tinker_server.store.audit import AuditStore

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from api_schemas.training import Trainable
-from api_schemas.weights import TinkerPath
 from tests.killing import run_script
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.api_schemas.weights import TinkerPath
 from tinker_server.store.catalog import Catalog, Page, Scope
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database

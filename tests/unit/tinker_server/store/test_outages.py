@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
-from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
-from api_schemas.training import Trainable
-from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
-from backends.protocol import LoadedModel, SavedForm
 from tests.fakes import FakeBackend
 from tinker_server.accounts import Records
+from tinker_server.api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tinker_server.auth.keys import Keys
+from tinker_server.backends.protocol import LoadedModel, SavedForm
 from tinker_server.errors import DatabaseUnavailable, SessionFinished
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Model, ModelStores, SnapshotLimits, Snapshots

@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import insert
 
-from api_schemas.training import Trainable
+from tinker_server.api_schemas.training import Trainable
 from tinker_server.errors import BadRequest
 from tinker_server.store import run_metrics
 from tinker_server.store.catalog import Catalog, Page, Scope

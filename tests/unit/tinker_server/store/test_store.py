@@ -13,11 +13,16 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, Pool, event
 
-from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
-from api_schemas.training import Trainable
-from api_schemas.weights import TinkerPath
-from backends.files import make_directory
 from tinker_server import accounts
+from tinker_server.api_schemas.sessions import (
+    CreateSessionRequest,
+    FinishReason,
+    FinishSessionRequest,
+    SearchSessionsRequest,
+)
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.api_schemas.weights import TinkerPath
+from tinker_server.backends.files import make_directory
 from tinker_server.errors import (
     BadRequest,
     Busy,

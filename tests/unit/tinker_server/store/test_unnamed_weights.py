@@ -6,8 +6,8 @@ import time
 import pytest
 from sqlalchemy import insert
 
-from api_schemas.sessions import CreateSessionRequest
 from tests.stalls import longest_stall
+from tinker_server.api_schemas.sessions import CreateSessionRequest
 from tinker_server.store.database import Database
 from tinker_server.store.records import SamplingSession
 from tinker_server.store.samplers import IN_USE_S, SamplerStore, UnnamedLimits

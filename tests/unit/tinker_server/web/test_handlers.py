@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from api_schemas.base import unstorable
+from tinker_server.api_schemas.base import unstorable
 from tinker_server.web.handlers import storable_parameters
 
 BYTES = st.lists(st.sampled_from([b"a", b"%", b"00", b"%00", b"%2500", b"\0", b"\xe9", b"&", b"%ED%A0%80"]), max_size=4)

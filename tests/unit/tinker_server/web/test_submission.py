@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
 from tinker_server.web.submission import answer_bytes
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.inputs.rendering import Renderer
-from backends.protocol import InvalidInput
-from backends.sampler.engine.adapters import AdapterLoader
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.sampler.engine.adapters import AdapterLoader
 
 
 def test_a_whole_model_of_an_older_server_is_refused_by_name(tmp_path: Path, renderer: Renderer) -> None:

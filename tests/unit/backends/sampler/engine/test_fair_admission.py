@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.sampler.engine.fair_admission import RESERVE, FairAdmission
+from tinker_server.backends.sampler.engine.fair_admission import RESERVE, FairAdmission
 
 
 class Engine:

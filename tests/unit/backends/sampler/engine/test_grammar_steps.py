@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends.sampler.engine import grammars
+from tinker_server.backends.sampler.engine import grammars
 
 
 class Matcher:

@@ -13,7 +13,6 @@ from PIL import Image
 from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from backends.sampler.engine.requests import engine_input
 from tests.factories import image, make_renderer, present, prompt, words
 from tests.models import (
     make_tiny_gemma3,
@@ -23,6 +22,7 @@ from tests.models import (
     make_tiny_smolvlm,
     make_tiny_vl,
 )
+from tinker_server.backends.sampler.engine.requests import engine_input
 
 KINDS: dict[str, Callable[[Path], Path]] = {
     "Qwen3-VL": make_tiny_vl,

@@ -9,13 +9,13 @@ from peft.tuners.lora import LoraModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from api_schemas.training import Trainable
-from backends.families.logits import LogitTransform
-from backends.families.lora_names import decoder_modules
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.lora.linear import ALPHA
-from backends.trainer.model import token_logprobs
 from tests.factories import present
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.logits import LogitTransform
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.linear import ALPHA
+from tinker_server.backends.trainer.model import token_logprobs
 
 CONFIGS = [
     Trainable(rank=8, seed=1),

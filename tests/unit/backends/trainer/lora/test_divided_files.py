@@ -13,18 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from api_schemas.training import Trainable
-from backends.families.coverage import check_coverage
-from backends.families.lora_names import decoder_modules
-from backends.families.registry import find_family
-from backends.formats.stacked_adapters import open_adapter
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.trainer.checkpoint_files import write_adapter
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.lora.linear import ALPHA
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.lora.saved_adapter import read_adapter
 from tests.models import make_tiny_deepseek_v3, make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_qwen3_next
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.coverage import check_coverage
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.formats.stacked_adapters import open_adapter
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from tinker_server.backends.trainer.checkpoint_files import write_adapter
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.linear import ALPHA
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.lora.saved_adapter import read_adapter
 from tinker_server.weights import export
 
 RANK = 3

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from backends.families.coverage import check_coverage
-from backends.families.registry import find_family
-from backends.trainer.distributed import World
-from backends.trainer.lora import grouped
-from backends.trainer.rank import TrainerRank
 from tests.models import FAMILIES
 from tests.trainers import LORA, config
+from tinker_server.backends.families.coverage import check_coverage
+from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora import grouped
+from tinker_server.backends.trainer.rank import TrainerRank
 
 
 def left_unwritten(left_RS: Tensor, right_SN: Tensor, offs: Tensor) -> Tensor:

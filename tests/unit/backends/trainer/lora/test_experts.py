@@ -8,16 +8,16 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from api_schemas.training import Trainable
-from backends.families.text import Text
-from backends.formats.load_check import LoadCheck
-from backends.formats.stacked_adapters import open_adapter
-from backends.protocol import ADAPTER_FILE
-from backends.trainer.checkpoint_files import write_adapter, write_stacked
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.lora.files import host_halves
-from backends.trainer.lora.linear import ALPHA
 from tests.models import make_tiny_moe
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.text import Text
+from tinker_server.backends.formats.load_check import LoadCheck
+from tinker_server.backends.formats.stacked_adapters import open_adapter
+from tinker_server.backends.protocol import ADAPTER_FILE
+from tinker_server.backends.trainer.checkpoint_files import write_adapter, write_stacked
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.files import host_halves
+from tinker_server.backends.trainer.lora.linear import ALPHA
 
 CONFIGS = [
     Trainable(rank=8, seed=1),
@@ -151,7 +151,7 @@ def test_layouts_of_a_dense_model_are_the_same_to_the_bit(tiny_text) -> None:
 def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(
     model, tmp_path, monkeypatch, file_bytes, layout
 ) -> None:
-    monkeypatch.setattr("backends.formats.stacked_adapters._FILE_BYTES", file_bytes)
+    monkeypatch.setattr("tinker_server.backends.formats.stacked_adapters._FILE_BYTES", file_bytes)
     adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), MIXES[layout][0], 0)
     halves = host_halves(adapter.halves(torch.float64), torch.float64)
     stacks = [(targets, *half) for targets, half in zip(adapter.target_modules, halves, strict=True)]

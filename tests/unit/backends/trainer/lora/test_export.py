@@ -13,12 +13,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.adapter_names import tinker_name
-from api_schemas.training import Trainable
-from backends.families.lora_names import decoder_modules
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from backends.trainer import checkpoint_files
-from backends.trainer.lora.adapters import Adapters
 from tests.models import (
     make_tiny_gemma3,
     make_tiny_internvl,
@@ -28,6 +22,12 @@ from tests.models import (
     make_tiny_text,
     make_tiny_vl,
 )
+from tinker_server.api_schemas.adapter_names import tinker_name
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tinker_server.backends.trainer import checkpoint_files
+from tinker_server.backends.trainer.lora.adapters import Adapters
 from tinker_server.weights import export
 
 RANK = 4

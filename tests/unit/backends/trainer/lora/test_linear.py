@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.families.rows import Rows
-from backends.trainer.lora import linear
+from tinker_server.backends.families.rows import Rows
+from tinker_server.backends.trainer.lora import linear
 
 T, R, SIZES = 7, 3, (5, 12, 4)
 ADAPTERS = [

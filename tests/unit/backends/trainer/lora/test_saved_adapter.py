@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.training import Layout, Trainable
-from backends.families.lora_names import decoder_modules
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.trainer.checkpoint_files import write_adapter
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.lora.saved_adapter import read_adapter
 from tests.models import make_tiny_moe
+from tinker_server.api_schemas.training import Layout, Trainable
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from tinker_server.backends.trainer.checkpoint_files import write_adapter
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.saved_adapter import read_adapter
 from tinker_server.weights import export
 
 RANK = 4

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
-from api_schemas.adapter_names import NOT_FOR_PEFT
-from backends.protocol import ADAPTER_CONFIG_FILE, InvalidInput
-from backends.trainer.lora.saved_config import HARMLESS, ONLY, READ, SavedConfig, read_config
+from tinker_server.api_schemas.adapter_names import NOT_FOR_PEFT
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, InvalidInput
+from tinker_server.backends.trainer.lora.saved_config import HARMLESS, ONLY, READ, SavedConfig, read_config
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.training import Layout
-from backends.families.gpt_oss import gated
-from backends.families.gpt_oss.experts import BiasedExperts
-from backends.trainer.lora.experts import LoraExperts
-from backends.trainer.lora.linear import TokenScales
+from tinker_server.api_schemas.training import Layout
+from tinker_server.backends.families.gpt_oss import gated
+from tinker_server.backends.families.gpt_oss.experts import BiasedExperts
+from tinker_server.backends.trainer.lora.experts import LoraExperts
+from tinker_server.backends.trainer.lora.linear import TokenScales
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 5, 12, 6, 3
 RANKS: dict[Layout, int] = {"own": 2, "service": 3}

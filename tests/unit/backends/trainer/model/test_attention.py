@@ -9,13 +9,13 @@ import torch
 from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from backends.kernels import varlen_attention
-from backends.protocol import BackendFailed
-from backends.trainer.model import attention
-from backends.trainer.model.attention import PACKED, PER_SAMPLE, _packed_attention, _window
 from tests.attention import PlainKernel
 from tests.models import EXPERTS, make_tiny_deepseek_v3, make_tiny_of
 from tests.trainers import trainer
+from tinker_server.backends.kernels import varlen_attention
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.attention import PACKED, PER_SAMPLE, _packed_attention, _window
 
 LENGTHS = attention.varlen_arguments(*(torch.tensor([0, 3], dtype=torch.int32),) * 2, 3)
 
@@ -36,7 +36,7 @@ def test_a_model_whose_attention_does_not_get_packed_lengths_is_refused(
 ) -> None:
     source = make_tiny_of(kind, tmp_path / "model")
     found = registered(name)
-    monkeypatch.setattr("backends.trainer.model.attention.implementation", lambda *_, **__: found)
+    monkeypatch.setattr("tinker_server.backends.trainer.model.attention.implementation", lambda *_, **__: found)
     with pytest.raises(
         BackendFailed, match=rf"^{architecture} is not supported: .* does not get the lengths of packed samples"
     ):

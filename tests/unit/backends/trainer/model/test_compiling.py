@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from api_schemas.training import Trainable
-from backends.families.lora_names import decoder_modules
-from backends.trainer.distributed import World
-from backends.trainer.lora.adapters import Adapters
-from backends.trainer.model.compiling import compile_layers, merge_linears, warm_up
 from tests.factories import make_renderer
 from tests.models import make_tiny_moe, make_tiny_nemotron_h, make_tiny_qwen3_next
 from tests.trainers import trainer
+from tinker_server.api_schemas.training import Trainable
+from tinker_server.backends.families.lora_names import decoder_modules
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.model.compiling import compile_layers, merge_linears, warm_up
 
 
 @pytest.mark.parametrize(("make", "left"), [(make_tiny_qwen3_next, []), (make_tiny_nemotron_h, ["linear_attention"])])

@@ -1,8 +1,8 @@
 """Random microbatches, on which `tests/gpu/test_truth.py` compares gradients with a reference, cover all cases."""
 
-from backends.inputs.rendering import Renderer
-from backends.trainer.model.cuda_graphs import TOKENS
 from tests.compositions import LONGEST, MAX_TOKENS, RANKS, compositions, data_of
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.trainer.model.cuda_graphs import TOKENS
 
 
 def test_there_are_a_hundred_microbatches_of_every_kind() -> None:

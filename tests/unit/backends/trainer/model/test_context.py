@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from api_schemas.inputs import ModelInput
-from backends.trainer.distributed import World
-from backends.trainer.model.context import slice_of, slice_tokens
-from backends.trainer.model.packing import Microbatch, pack
 from tests.factories import MIXED, make_renderer, prompt, words
 from tests.models import FAMILIES
+from tinker_server.api_schemas.inputs import ModelInput
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.context import slice_of, slice_tokens
+from tinker_server.backends.trainer.model.packing import Microbatch, pack
 
 CPU = torch.device("cpu")
 

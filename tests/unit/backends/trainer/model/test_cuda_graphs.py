@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from backends.families.text import Text
-from backends.formats.expert_routing import RoutingFiles, routing_name
-from backends.inputs.rendering import Rendered
-from backends.trainer.distributed import World
-from backends.trainer.lora.model import LoraModel
-from backends.trainer.model import cuda_graphs as graphs_module
-from backends.trainer.model.cuda_graphs import Graphs, samples_of_graph
-from backends.trainer.model.packing import Microbatch, pack
-from backends.trainer.model.recompute import Memory, Recomputation
-from backends.trainer.model.token_logprobs import Scorer, TokenGradient
-from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import FAMILIES
 from tests.trainers import LORA, OWNER, assert_same, config, forward_backward, gradients, perturb, together
+from tinker_server.backends.families.text import Text
+from tinker_server.backends.formats.expert_routing import RoutingFiles, routing_name
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.model import LoraModel
+from tinker_server.backends.trainer.model import cuda_graphs as graphs_module
+from tinker_server.backends.trainer.model.cuda_graphs import Graphs, samples_of_graph
+from tinker_server.backends.trainer.model.packing import Microbatch, pack
+from tinker_server.backends.trainer.model.recompute import Memory, Recomputation
+from tinker_server.backends.trainer.model.token_logprobs import Scorer, TokenGradient
+from tinker_server.backends.trainer.rank import TrainerRank
 
 
 def of_lengths(lengths: list[int]) -> Microbatch:

@@ -14,15 +14,15 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-from api_schemas.training import AdamParams
-from backends.sampler.engine.vllm_patches import float32_residual as of_engine
-from backends.trainer.distributed import World
-from backends.trainer.lora.linear import LoraLinear
-from backends.trainer.model.float32_residual import keep_in_float32
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_of
 from tests.trainers import LORA, config, forward_backward, logprobs
+from tinker_server.api_schemas.training import AdamParams
+from tinker_server.backends.sampler.engine.vllm_patches import float32_residual as of_engine
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.linear import LoraLinear
+from tinker_server.backends.trainer.model.float32_residual import keep_in_float32
+from tinker_server.backends.trainer.rank import TrainerRank
 
 NUM_LAYERS = 24
 

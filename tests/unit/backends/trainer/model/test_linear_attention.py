@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.configure import examine
-from backends.families import linear_attention as registered
-from backends.trainer.model import sample_chunks
-from backends.trainer.model.linear_attention import in_plain_torch, pack_linear_attention
-from backends.trainer.model.sample_chunks import Chunks, make_chunks
+from tinker_server.backends.configure import examine
+from tinker_server.backends.families import linear_attention as registered
+from tinker_server.backends.trainer.model import sample_chunks
+from tinker_server.backends.trainer.model.linear_attention import in_plain_torch, pack_linear_attention
+from tinker_server.backends.trainer.model.sample_chunks import Chunks, make_chunks
 
 CPU = torch.device("cpu")
 HEADS, KEY, VALUE, CHANNELS, WIDTH = 2, 5, 3, 6, 4

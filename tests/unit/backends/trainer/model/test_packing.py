@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.families.text import Text
-from backends.inputs.rendering import Rendered, Renderer
-from backends.trainer.model.packing import pack, plan_steps
 from tests.factories import image, prompt, words
+from tinker_server.backends.families.text import Text
+from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.trainer.model.packing import pack, plan_steps
 
 CPU = torch.device("cpu")
 

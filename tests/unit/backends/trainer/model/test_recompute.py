@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from backends.trainer.model.recompute import Recomputation
+from tinker_server.backends.trainer.model.recompute import Recomputation
 
 
 class Layer(GradientCheckpointingLayer):  # type: ignore[misc]

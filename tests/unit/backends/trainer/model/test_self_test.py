@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from backends.families.logits import LogitTransform
-from backends.inputs.rendering import Rendered
-from backends.protocol import BackendFailed
-from backends.trainer import base_model
-from backends.trainer.distributed import World
-from backends.trainer.lora.linear import SUMMED_TOKENS, add_product, summed_at_once
-from backends.trainer.model import self_test
-from backends.trainer.model.packing import Microbatch, pack
-from backends.trainer.model.self_test import OwnScores, Sample, packing_is_exact, require_whole_products
-from backends.trainer.rank import TrainerRank
 from tests.models import make_tiny_of
 from tests.trainers import config
+from tinker_server.backends.families.logits import LogitTransform
+from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.trainer import base_model
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.lora.linear import SUMMED_TOKENS, add_product, summed_at_once
+from tinker_server.backends.trainer.model import self_test
+from tinker_server.backends.trainer.model.packing import Microbatch, pack
+from tinker_server.backends.trainer.model.self_test import OwnScores, Sample, packing_is_exact, require_whole_products
+from tinker_server.backends.trainer.rank import TrainerRank
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.trainer.model.shared_prefixes import LEAST_SAVED, MOST_LEVELS, NO_PARENT, Prefixes, Trie, join
 from tests.tries import random_trie
+from tinker_server.backends.trainer.model.shared_prefixes import (
+    LEAST_SAVED,
+    MOST_LEVELS,
+    NO_PARENT,
+    Prefixes,
+    Trie,
+    join,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 

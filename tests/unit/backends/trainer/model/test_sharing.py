@@ -9,12 +9,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.training import ForwardBackwardOutput, Trainable
-from backends.protocol import EncodedBatch
-from backends.trainer.model.shared_prefixes import Prefixes
-from backends.trainer.rank import TrainerRank
-from backends.trainer.step.losses import LOSSES
 from tests.factories import VOCAB, batch, image, make_renderer, present, prompt, succeeded, text
 from tests.loss_formulas import loss_of
 from tests.models import (
@@ -39,6 +33,12 @@ from tests.trainers import (
     trainer,
 )
 from tests.tries import random_trie
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
+from tinker_server.backends.protocol import EncodedBatch
+from tinker_server.backends.trainer.model.shared_prefixes import Prefixes
+from tinker_server.backends.trainer.rank import TrainerRank
+from tinker_server.backends.trainer.step.losses import LOSSES
 
 MODELS = {"m": Trainable(rank=8, seed=1), "other": Trainable(rank=4, seed=2)}
 Outputs = Sequence[ForwardBackwardOutput | Exception | None]
@@ -252,7 +252,7 @@ def test_models_whose_tokens_see_more_or_less_than_all_before_compute_datums_who
 def test_a_model_whose_shared_beginnings_change_numbers_computes_datums_whole(
     tiny_text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("backends.trainer.model.attention.prefixes_of", lambda *_: [])
+    monkeypatch.setattr("tinker_server.backends.trainer.model.attention.prefixes_of", lambda *_: [])
     assert trainer(tiny_text).base.whole_below is None
     assert "sharing changes log probabilities here" in caplog.text
 

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
-from backends.families.nemotron_h import unlimit_time_steps
-from backends.trainer.model.attention import varlen_arguments
-from backends.trainer.model.linear_attention import pack_linear_attention
 from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_nemotron_h
 from tests.trainers import LORA, logprobs, reference_logprobs, trainer
+from tinker_server.backends.families.nemotron_h import unlimit_time_steps
+from tinker_server.backends.trainer.model.attention import varlen_arguments
+from tinker_server.backends.trainer.model.linear_attention import pack_linear_attention
 
 HEADS, GROUPS, WIDTH, STATE = 4, 2, 3, 5
 CHUNK = 64

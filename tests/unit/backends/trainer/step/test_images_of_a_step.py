@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from backends.inputs import images, rendering
-from backends.inputs.rendering import Renderer
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
 from tests.trainers import LORA, forward_backward, trained, trainer
+from tinker_server.backends.inputs import images, rendering
+from tinker_server.backends.inputs.rendering import Renderer
 
 
 @pytest.mark.parametrize("max_tokens", [1024, 100])

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.inputs import Datum
-from api_schemas.sampling import SampleRequest
-from backends.config import BackendConfig
-from backends.configure.create import make_models
-from backends.configure.describe import describe_models
-from backends.configure.memory_plan import Machine
-from backends.inputs.rendering import Renderer
-from backends.protocol import InvalidInput
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, batch, datum
 from tests.trainers import LORA, config, forward_backward, lora_model
+from tinker_server.api_schemas.inputs import Datum
+from tinker_server.api_schemas.sampling import SampleRequest
+from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.create import make_models
+from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.memory_plan import Machine
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
 
 GIB = 1 << 30
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from backends.trainer.step.losses import LOSSES, LossInputs, metrics, observe
+from tinker_server.backends.trainer.step.losses import LOSSES, LossInputs, metrics, observe
 
 NEW = [-1.0, -2.0, -0.5, -3.0]
 OLD = [-1.2, -1.0, -0.5, 7.0]

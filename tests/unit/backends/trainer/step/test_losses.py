@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.training import ForwardBackwardInput
-from backends.protocol import InvalidInput
-from backends.trainer.model.packing import loss_inputs
-from backends.trainer.step.losses import LOSSES, gspo
-from backends.trainer.step.validation import loss_config
 from tests.factories import present
 from tests.loss_formulas import loss_of
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.training import ForwardBackwardInput
+from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.trainer.model.packing import loss_inputs
+from tinker_server.backends.trainer.step.losses import LOSSES, gspo
+from tinker_server.backends.trainer.step.validation import loss_config
 
 LOGPROBS, OLD, ADVANTAGES, WEIGHTS = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [1.0, -1.0, 2.0], [1.0, 0.0, -0.5]
 

@@ -10,7 +10,7 @@ from tests.trainers import LORA, forward_backward, trained, trainer
 
 CEILING = 125
 ROOT = Path(__file__).parents[5]
-OURS = tuple(f"{ROOT / room}/" for room in ("api_schemas", "backends"))
+OURS = tuple(f"{ROOT / 'tinker_server' / room}/" for room in ("api_schemas", "backends"))
 FOR_OTHERS = {
     "prefetch": "images",
     "_images_elsewhere": "slices",

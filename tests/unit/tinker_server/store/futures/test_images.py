@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from sqlalchemy import func, select
 
-from api_schemas import tinker_wire_pb2 as pb
-from api_schemas import wire
-from api_schemas.training import ForwardBackwardRequest
+from tinker_server.api_schemas import tinker_wire_pb2 as pb
+from tinker_server.api_schemas import wire
+from tinker_server.api_schemas.training import ForwardBackwardRequest
 from tinker_server.store.database import Database
 from tinker_server.store.futures import replay_log
 from tinker_server.store.futures.records import Operation, Result

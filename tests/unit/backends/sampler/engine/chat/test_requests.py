@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from backends.protocol import ChatEndpoint, ChatTask, InvalidInput
-from backends.sampler.engine.chat.requests import parse
+from tinker_server.backends.protocol import ChatEndpoint, ChatTask, InvalidInput
+from tinker_server.backends.sampler.engine.chat.requests import parse
 from tinker_server.chat.bounds import MAX_STOPS
 
 USER = {"role": "user", "content": "hello"}

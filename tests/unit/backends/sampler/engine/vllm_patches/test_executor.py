@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from backends.sampler.engine.vllm_patches.executor import Executor
+from tinker_server.backends.sampler.engine.vllm_patches.executor import Executor
 
 
 class Rank:

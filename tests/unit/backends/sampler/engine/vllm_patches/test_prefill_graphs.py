@@ -8,8 +8,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from backends.sampler.engine.vllm_patches import prefill_graphs
-from backends.sampler.engine.vllm_patches.prefill_graphs import (
+from tinker_server.backends.sampler.engine.vllm_patches import prefill_graphs
+from tinker_server.backends.sampler.engine.vllm_patches.prefill_graphs import (
     StepsWithImages,
     capture_both_kinds,
     schedule_in_the_kernels,

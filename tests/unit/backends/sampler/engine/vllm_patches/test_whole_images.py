@@ -7,7 +7,7 @@ import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from backends.sampler.engine.vllm_patches.whole_images import _in_one_step, whole_tokens
+from tinker_server.backends.sampler.engine.vllm_patches.whole_images import _in_one_step, whole_tokens
 
 IMAGES = [(10, 5), (15, 5), (30, 5)]
 """First token and length; the second is just behind the first."""
