@@ -173,7 +173,7 @@ async def profiled(config: ModelSpec, work: Round, rounds: int, file: Path) -> N
         for _ in range(rounds):
             await asyncio.gather(*(process.sample(task) for task in tasks(work)))
     profile.dump_stats(file)
-    process.shutdown()
+    process._engine.shutdown()
 
 
 async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:

@@ -81,7 +81,7 @@ def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (borrowed,) = {path for path in map(Path, sys.path) if path.name == "site-packages"}
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel]
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run(command, capture_output=True, check=True)
     (site / "borrowed.pth").write_text(f"{borrowed}\n")
     return folder / "bin/python"

@@ -21,8 +21,8 @@ from tinker_server.backends.trainer import base_model
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.lora.linear import SUMMED_TOKENS, add_product, summed_at_once
 from tinker_server.backends.trainer.model import self_test
-from tinker_server.backends.trainer.model.packing import Microbatch, pack
-from tinker_server.backends.trainer.model.self_test import OwnScores, Sample, packing_is_exact, require_whole_products
+from tinker_server.backends.trainer.model.packing import Microbatch, Sample, pack
+from tinker_server.backends.trainer.model.self_test import OwnScores, packing_is_exact, require_whole_products
 from tinker_server.backends.trainer.rank import TrainerRank
 
 CPU = torch.device("cpu")
