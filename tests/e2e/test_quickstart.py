@@ -88,3 +88,17 @@ def test_the_quickstart_ends_with_the_sentence_that_was_learned(clone: Path, url
 def test_the_quickstarts_doctor_finds_what_the_small_model_needs(clone: Path) -> None:
     doctor = CONSOLE[4].splitlines()[0].partition(" --model ")[0]
     assert "can be served" in run(f". .venv/bin/activate\n{doctor} --model tinker-server/tiny-vl", clone)
+
+
+@pytest.mark.timeout(600)
+def test_own_data_are_learned_as_their_page_says(clone: Path, url: str) -> None:
+    page = (ROOT / "docs/own-data.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    (clone / "own_data.py").write_text(code.replace("http://127.0.0.1:8000", url))
+    printed = run(". .venv/bin/activate\npython own_data.py", clone)
+    found = re.findall(r"step (\d+): .*, (\d+\.\d+) on held-out rows", printed)
+    said = [(steps, float(loss)) for loss, steps in re.findall(r"(\d\.\d+) after (\d+)", page)]
+    # Other processors round otherwise, and 60 steps let that grow.
+    assert [(steps, pytest.approx(float(loss), rel=0.3)) for steps, loss in found] == said
+    answers = re.findall(r"\? (\S+) - right: (\S+)|code\. (\S+) - right: (\S+)", printed)
+    assert len(answers) == 6 and all(one[0] == one[1] and one[2] == one[3] for one in answers[3:])
