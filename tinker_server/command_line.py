@@ -23,6 +23,7 @@ from tinker_server.errors import StartFailed
 from tinker_server.release import release
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import describe_error, from_environment, from_file, merge
+from tinker_server.store.last_backup import FIRST_START
 
 DAY_S, MAX_DAYS = 24 * 3600, 36_500
 MIN_GIB = 0.001
@@ -255,9 +256,9 @@ def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
             case "add":
                 valid_s = None if arguments.expires_days is None else arguments.expires_days * DAY_S
                 is_admin, scope = arguments.admin, arguments.scope
-                is_new = not path.exists()
+                is_read = path.exists() or (path.parent / FIRST_START).exists()
                 print(keys.add(path, arguments.name, scope=scope, is_admin=is_admin, valid_s=valid_s))
-                if is_new:
+                if not is_read:
                     use = "a server reads it only with the same --data-dir, --keys-file or --config"
                     print(f"made {path.resolve()}: {use}", file=sys.stderr)
             case "remove":

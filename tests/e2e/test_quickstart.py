@@ -97,8 +97,8 @@ def test_own_data_are_learned_as_their_page_says(clone: Path, url: str) -> None:
     (clone / "own_data.py").write_text(code.replace("http://127.0.0.1:8000", url))
     printed = run(". .venv/bin/activate\npython own_data.py", clone)
     found = re.findall(r"step (\d+): .*, (\d+\.\d+) on held-out rows", printed)
-    said = [(steps, float(loss)) for loss, steps in re.findall(r"(\d\.\d+) after (\d+)", page)]
+    said = {steps: float(loss) for loss, steps in re.findall(r"(\d\.\d+) after (\d+)", page)}
     # Other processors round otherwise, and 60 steps let that grow.
-    assert [(steps, pytest.approx(float(loss), rel=0.3)) for steps, loss in found] == said
+    assert {steps: float(loss) for steps, loss in found} == pytest.approx(said, rel=0.3)
     answers = re.findall(r"\? (\S+) - right: (\S+)|code\. (\S+) - right: (\S+)", printed)
     assert len(answers) == 6 and all(one[0] == one[1] and one[2] == one[3] for one in answers[3:])

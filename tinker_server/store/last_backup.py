@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 _NAME = "last-backup"
-_FIRST_START = "token-secret"
+FIRST_START = "token-secret"
 """A file that the first start of a server makes, and none changes."""
 
 
@@ -15,7 +15,7 @@ def note_backup(data_dir: Path) -> None:
 
 def backup_age_s(data_dir: Path) -> float | None:
     """Return the seconds since the last backup or, before the first, since the first start. None if nobody knows."""
-    for name in (_NAME, _FIRST_START):
+    for name in (_NAME, FIRST_START):
         try:
             return max(0.0, time.time() - (data_dir / name).stat().st_mtime)
         except FileNotFoundError:
