@@ -104,6 +104,12 @@ class BatchRequest:
             return self._prefixes.num_tokens(indices)
         return sum(self.lengths[index] for index in indices)
 
+    def num_tokens_with(self, index: int, indices: Sequence[int], num_tokens: int) -> int:
+        """Count the tokens of a datum together with `indices`, which have `num_tokens` by themselves."""
+        if self._prefixes is not None:
+            return self._prefixes.num_tokens([*indices, index])
+        return num_tokens + self.lengths[index]
+
     def trie(self, indices: Sequence[int]) -> Trie | None:
         """Return the segments that are computed for some datums in one microbatch; None: each datum is computed."""
         return None if self._prefixes is None else self._prefixes.trie(indices)
@@ -191,7 +197,7 @@ def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max
         for index in other.left:
             rank = min(range(side_by_side), key=used.__getitem__)
             summed = sum(one.model.config.rank for one in {**chosen[rank], other: []})
-            with_it = other.num_tokens([*chosen[rank].get(other, ()), index])
+            with_it = other.num_tokens_with(index, chosen[rank].get(other, ()), own[rank])
             if used[rank] - own[rank] + with_it <= max_tokens and summed <= MAX_SUMMED_RANK:
                 chosen[rank].setdefault(other, []).append(index)
                 used[rank] += with_it - own[rank]
