@@ -40,6 +40,7 @@ from tinker_server.backends.processes.progress import Progress
 from tinker_server.backends.processes.rpc import KeepWaiting, OnPart, serve
 from tinker_server.backends.sampler.engine.engine import check_version, engine_args, layout_args, with_own_links
 from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import staying
+from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,14 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             join_alone(self.vllm_config, self.distributed_init_method)
             with set_current_vllm_config(self.vllm_config):
                 self.model = self.get_model()
-            self._shared = share(_parameters(self._loaded).values())
+            self._shared = share(parameters_of(self._loaded).values())
         else:
             torch.cuda.set_per_process_memory_fraction(self._spec.placement.gpu_fraction, self.local_rank)
             super().load_model()
         config = self.vllm_config.model_config
         with Files(Path(self._spec.directory), config.dtype, staying(config)) as files:
             found = find_views(holder_config(self._spec), files)  # layers are registered with a configuration, once
-        held = _parameters(self._loaded)
+        held = parameters_of(self._loaded)
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}
         for name in found.keys() - self._views.keys():
             log.warning(
@@ -104,7 +105,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     def _export(self) -> dict[str, Handle]:
         """Return handles of the tensors that have views, which are one consumer's."""
-        held = _parameters(self._loaded)
+        held = parameters_of(self._loaded)
         names = {view.tensor for view in self._views.values()}
         if self._shared:
             return {name: self._shared[id(held[name])] for name in names}
@@ -120,7 +121,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             send_msg(conn, {"status": "mismatch", "fields": mismatched})
             return
         entries, aliases = export_entries(self._loaded)
-        held = _parameters(self._loaded)
+        held = parameters_of(self._loaded)
         for name in entries.keys() & held.keys():  # an engine writes to its buffers
             entries[name] = TensorEntry("param", cpu_tensor=PickledAsTensor(self._shared[id(held[name])]))
         attrs = export_model_attrs(self._loaded)
@@ -150,7 +151,7 @@ def join_alone(config: VllmConfig, meeting: str) -> None:
 def find_views(config: VllmConfig, files: Files) -> dict[str, View]:
     """Return where vLLM's model has each tensor of the files; no weights are read."""
     with make_on_meta(config) as model:
-        return trace_loading(model.load_weights, _parameters(model), files.layouts())
+        return trace_loading(model.load_weights, parameters_of(model), files.layouts())
 
 
 @contextmanager
@@ -158,10 +159,6 @@ def make_on_meta(config: VllmConfig) -> Iterator[VllmModel]:
     """Make vLLM's model without memory, in a block in which it may load its weights."""
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         yield initialize_model(vllm_config=config, model_config=config.model_config)
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False))
 
 
 class Process:

@@ -33,7 +33,7 @@ def map_weights() -> None:
         return model
 
     def apply_entries(self: IpcModelLoader, model: nn.Module, state: WeightCacheState, device_index: int) -> None:
-        own = _parameters(model)
+        own = parameters_of(model)
         applied_by_vllm(self, model, state, device_index)
         follow_parameters(model, own)
 
@@ -43,14 +43,15 @@ def map_weights() -> None:
 
 def follow_parameters(model: nn.Module, own: Mapping[str, nn.Parameter]) -> None:
     """Replace, in all objects that modules have as attributes, the model's own parameters by those of today."""
-    today, names = _parameters(model), {id(parameter): name for name, parameter in own.items()}
+    today, names = parameters_of(model), {id(parameter): name for name, parameter in own.items()}
     for holder in _plain_objects(model):
         for attribute, value in vars(holder).items():
             if (name := names.get(id(value))) is not None:
                 vars(holder)[attribute] = today[name]
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters by name, tied ones by each of their names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
