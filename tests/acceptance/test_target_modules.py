@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.acceptance.recipes import PYTHON
 from tests.factories import datum, make_renderer, prompt, words
-from tests.models import (
-    make_tiny_deepseek_v3,
-    make_tiny_gpt_oss,
-    make_tiny_moe,
-    make_tiny_nemotron_h,
-    make_tiny_qwen3_5,
-)
+from tests.models import FAMILIES
 from tests.trainers import logprobs, reference_logprobs, trained, trainer
 from tinker_server.api_schemas.inputs import Datum
 from tinker_server.api_schemas.training import Trainable
@@ -28,14 +21,7 @@ from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from tinker_server.weights import export
 
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "Qwen3 MoE": make_tiny_moe,
-    "Qwen3.5": make_tiny_qwen3_5,
-    "Qwen3.5 MoE": lambda path: make_tiny_qwen3_5(path, moe=True),
-    "Nemotron-3": make_tiny_nemotron_h,
-    "DeepSeek-V3": make_tiny_deepseek_v3,
-    "gpt-oss": make_tiny_gpt_oss,
-}
+KINDS = ("Qwen3 MoE", "Qwen3.5", "Qwen3.5 MoE", "Nemotron-3", "DeepSeek-V3", "gpt-oss")
 LORA = Trainable(rank=4, seed=1, layout="service")
 
 
@@ -49,7 +35,7 @@ def call_weights(function: str, directory: Path, output: str) -> None:
 
 def export_of(kind: str, directory: Path) -> tuple[list[Datum], list[np.ndarray], Renderer]:
     """Export a model to `directory`/export; return what it scored."""
-    source = KINDS[kind](directory / "model")
+    source = FAMILIES[kind](directory / "model")
     rank, renderer = trained(trainer(source), {"m": LORA}), make_renderer(source)
     rank.save_sampler_weights("m", directory / "export" / export.PEFT, for_elsewhere=True)
     export.write_both_forms(directory / "export")

@@ -6,7 +6,7 @@ pytest tests/contract/test_service_against_peft.py
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
-from tests.models import make_tiny_deepseek_v3, make_tiny_moe, make_tiny_nemotron_h, make_tiny_qwen3_5
+from tests.models import FAMILIES
 from tests.trainers import (
     assert_same,
     forward_backward,
@@ -36,13 +36,7 @@ from tinker_server.backends.families.lora_names import has_stacked_experts
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.weights import export
 
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "Qwen3 MoE": make_tiny_moe,
-    "Qwen3.5": make_tiny_qwen3_5,
-    "Qwen3.5 MoE": lambda path: make_tiny_qwen3_5(path, moe=True),
-    "Nemotron-3": make_tiny_nemotron_h,
-    "DeepSeek-V3": make_tiny_deepseek_v3,
-}
+KINDS = ("Qwen3 MoE", "Qwen3.5", "Qwen3.5 MoE", "Nemotron-3", "DeepSeek-V3")
 LORA = Trainable(rank=4, seed=1, layout="service")
 
 
@@ -120,7 +114,7 @@ def joined(of_peft: Mapping[str, Tensor], wanted: Mapping[str, Tensor], divided:
 
 @pytest.fixture(params=KINDS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return KINDS[request.param](tmp_path / "model")
+    return FAMILIES[request.param](tmp_path / "model")
 
 
 def data_for(renderer: Renderer) -> list[Datum]:

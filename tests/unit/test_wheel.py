@@ -1,5 +1,6 @@
 """The wheel has every file that the server reads, says what it is, and its program starts."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -32,8 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.startswith(PACKAGES) or "/" not in name:
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "source" / name, follow_symlinks=False)
-    build = {"version": find(ROOT).version, "commit": find(ROOT).commit}
-    (folder / "source/tinker_server/build.json").write_text(str(build).replace("'", '"'))
+    (folder / "source/tinker_server/build.json").write_text(json.dumps(find(ROOT)._asdict()))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
     built = subprocess.run([*command, "--wheel-dir", folder, folder / "source"], capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
