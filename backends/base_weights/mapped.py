@@ -230,7 +230,7 @@ def require_same(name: str, view: Tensor, shape: Sequence[int], file: TensorInFi
 
 
 def _require_same_packed(name: str, view: Tensor, file: TensorInFile) -> None:
-    """Do so for a packed tensor: its numbers and its scales."""
+    """Raise BackendFailed unless the numbers and the scales of a packed FP8 tensor are those of the file."""
     assert isinstance(file, InFp8)
     rows, columns = file.get_shape()
     numbers, scale = halves(view, rows, columns)

@@ -54,12 +54,12 @@ async def use_ray(command: UseRay, stack: contextlib.AsyncExitStack) -> None:
         ) from None
     inviting = asyncio.create_task(Members(command.invitation).invite(), name="members")
 
-    def end(done: "asyncio.Task[None]") -> None:
-        if not done.cancelled():  # Ray is gone: the server notices, and starts this process again
-            log.error("the Ray cluster at %s is gone: %s", command.address, done.exception())
+    def exit_with_ray(invited: "asyncio.Task[None]") -> None:
+        if not invited.cancelled():  # Ray is gone: the server notices, and starts this process again
+            log.error("the Ray cluster at %s is gone: %s", command.address, invited.exception())
             os._exit(1)
 
-    inviting.add_done_callback(end)
+    inviting.add_done_callback(exit_with_ray)
     stack.callback(inviting.cancel)
 
 

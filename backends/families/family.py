@@ -132,8 +132,9 @@ class Vision(Protocol):
     def size_bytes(self, grid: tuple[int, int]) -> int:
         """Return the bytes of the pixels that `process` gives."""
 
-    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
-        """Return those tensors of `process` that depend on the image's size alone."""
+    def sizes_of_image(self, span: ImageSpan) -> dict[str, Tensor]:
+        """Return those tensors of `process` that depend on the image's size alone: what the engine needs of an image
+        whose features it has cached."""
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> VisionTower:
         """Return the vision tower of a model whose forward calls its own get_image_features; it takes pixels of

@@ -93,7 +93,7 @@ class InternVLVision:
         size = self._processor.own.size
         return tiles_bytes(self._num_tiles(grid), size["height"], size["width"])
 
-    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
+    def sizes_of_image(self, span: ImageSpan) -> dict[str, Tensor]:
         """Return the engine's description of the tiles."""
         return self._described(self._num_tiles(span.grid))
 

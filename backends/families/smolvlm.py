@@ -136,7 +136,7 @@ class SmolVLMVision:
         """Count the tiles; one more is the whole image."""
         return grid[0] * grid[1] + 1
 
-    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
+    def sizes_of_image(self, span: ImageSpan) -> dict[str, Tensor]:
         """Return num_patches [1]."""
         return {"num_patches": torch.tensor([self._num_tiles(span.grid)])}
 

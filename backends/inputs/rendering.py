@@ -203,7 +203,7 @@ class Renderer:
         key = _key(chunk)
         if key in known:
             self._prefetcher.cancel(key)
-            return RenderedImage(key, vision.without_pixels(span))
+            return RenderedImage(key, vision.sizes_of_image(span))
         image = self._cache.get(key) or self._in_use.get(key)
         if image is None:
             try:

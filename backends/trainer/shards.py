@@ -74,13 +74,13 @@ def sum_across(tensors: Sequence[Tensor], world: World) -> None:
         part.copy_(sent)
 
 
-def require_same_across(own: Tensor, world: World) -> None:
-    """Raise BackendFailed on all ranks if sums [N] that every machine has computed are not the same on all of them."""
-    of_machines = [torch.empty_like(own) for _ in range(world.num_machines)]
-    dist.all_gather(of_machines, own, group=world.across.group)
+def require_equal_on_machines(checksums_N: Tensor, world: World) -> None:
+    """Raise BackendFailed on all ranks unless every machine has computed the same checksums of its weights."""
+    of_machines = [torch.empty_like(checksums_N) for _ in range(world.num_machines)]
+    dist.all_gather(of_machines, checksums_N, group=world.across.group)
 
     def require() -> None:
-        if not all(torch.equal(of_machine, own) for of_machine in of_machines):
+        if not all(torch.equal(of_machine, checksums_N) for of_machine in of_machines):
             raise BackendFailed(
                 "the machines of the trainer have computed different weights in one step: let only machines of one kind"
                 " of processor and GPU join"
@@ -166,12 +166,13 @@ def _scatter_on_first_machine(whole: Tensor | None, like: Tensor, world: World) 
     shard, sent_NW, received_W = agreed(allocate, world)
     for (columns,) in buckets:
 
-        def copy_in(columns: _Columns = columns) -> None:
+        def fill_buffer(columns: _Columns = columns) -> None:
             sent_NW.zero_()
-            for of_tensor, of_buffer in _views(whole, columns, sent_NW) if whole is not None and is_first else ():
-                of_buffer.copy_(of_tensor)
+            if whole is not None and is_first:
+                for tensor_part, buffer_part in _views(whole, columns, sent_NW):
+                    buffer_part.copy_(tensor_part)
 
-        agreed(copy_in, world)
+        agreed(fill_buffer, world)
         if takes_part:
             dist.scatter(received_W, list(sent_NW) if is_first else None, group=machine.group, group_src=0)
         shard[columns.of_shard].copy_(received_W[columns.of_buffer])

@@ -63,7 +63,7 @@ from tinker_server.web.refusals import Described, describe
 from tinker_server.weights.saving import check_ttl
 
 router = APIRouter()
-ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 OF_WEIGHTS = describe(BadRequest, UnknownCheckpoint, Busy)
 MOVED: Described = {302: {"description": "`Location` is a link to the tar.gz, valid for an hour."}}
 
@@ -133,7 +133,7 @@ async def list_checkpoints_of_run(
     return _make_page(rows, page, total)
 
 
-@router.post(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
+@router.post(f"{CHECKPOINT}/publish", status_code=204, responses=OF_WEIGHTS)
 async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Let every client load the weights. Repeating it changes nothing."""
     audit.admit(caller)
@@ -142,7 +142,7 @@ async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, 
     return Response(status_code=204)
 
 
-@router.delete(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
+@router.delete(f"{CHECKPOINT}/publish", status_code=204, responses=OF_WEIGHTS)
 async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Undo publish."""
     audit.admit(caller)
@@ -151,7 +151,7 @@ async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit
     return Response(status_code=204)
 
 
-@router.put(f"{ONE}/ttl", status_code=204, responses=OF_WEIGHTS)
+@router.put(f"{CHECKPOINT}/ttl", status_code=204, responses=OF_WEIGHTS)
 async def set_ttl(
     path: CheckpointPath, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit, caller: Caller
 ) -> Response:
@@ -164,7 +164,7 @@ async def set_ttl(
     return Response(status_code=204)
 
 
-@router.get(f"{ONE}/external_weights_urls", responses=OF_WEIGHTS)
+@router.get(f"{CHECKPOINT}/external_weights_urls", responses=OF_WEIGHTS)
 async def external_weights_urls(
     path: CheckpointPath, server: Server, url: ServerUrl, caller: Caller
 ) -> ExternalWeightsUrlsResponse:
@@ -182,7 +182,7 @@ async def external_weights_urls(
     )
 
 
-@router.get(f"{ONE}/archive", status_code=302, response_class=RedirectResponse, responses=OF_WEIGHTS | MOVED)
+@router.get(f"{CHECKPOINT}/archive", status_code=302, response_class=RedirectResponse, responses=OF_WEIGHTS | MOVED)
 async def archive(path: CheckpointPath, server: Server, url: ServerUrl, caller: Caller) -> Response:
     """Redirect to the weights as a tar.gz, which clients before 0.36 download."""
     server.audit.admit(caller)
@@ -193,11 +193,11 @@ async def archive(path: CheckpointPath, server: Server, url: ServerUrl, caller: 
     return RedirectResponse(f"{url}/{link}", 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
-@router.delete(ONE, status_code=204, responses=OF_WEIGHTS)
+@router.delete(CHECKPOINT, status_code=204, responses=OF_WEIGHTS)
 async def delete(
     path: CheckpointPath, checkpoints: Checkpoints, storage: StorageDep, audit: Audit, caller: Caller
 ) -> Response:
-    """Delete the weights' record, then their files. Copies keep theirs; sampling sessions on them fail then."""
+    """Delete the weights' record, then their files. Copies stay; sampling sessions that use the weights fail then."""
     audit.admit(caller)
     await storage.delete(await checkpoints.take(path, caller))
     await _note(audit, caller, "checkpoint_deleted", path)

@@ -155,7 +155,7 @@ class Catalog:
             last = _last_checkpoints(list(sized), page.scope, now)
             for run_id, size in await session.execute(select(last.c.run_id, last.c.noted).where(last.c.rank == 1)):
                 sized[run_id] += size
-            whole = notes.within(sized)
+            whole = notes.find_shown(sized)
             runs = await notes.rows(session, TrainingRunRow, sized, whole)
         return await self._records(list(runs.values()), page.scope, now, whole), total or 0
 
@@ -216,7 +216,7 @@ class Catalog:
         async with self._db.read_of(page.scope.owner) as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
             sized = await notes.sizes(session, sizes)
-            rows = await notes.rows(session, CheckpointRow, sized, notes.within(sized))
+            rows = await notes.rows(session, CheckpointRow, sized, notes.find_shown(sized))
         return [record(Checkpoint, row) for row in rows.values()], total or 0
 
     async def sessions(self, page: Page) -> list[str]:

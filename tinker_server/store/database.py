@@ -149,7 +149,8 @@ class Database:
         return self._transaction(self._write.begin())
 
     def write_rows(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """Open a transaction like `write`, without a session, which takes 0.2 ms: every operation has two of these."""
+        """Open a transaction like `write`, without the ORM's session, which would take 0.2 ms: every operation has two
+        transactions."""
         return self._transaction(self._writing.begin())
 
     @asynccontextmanager

@@ -54,9 +54,9 @@ def first(sized: Mapping[str, int]) -> list[str]:
     return names
 
 
-def within(sized: Mapping[str, int]) -> set[str]:
-    """Return the entries whose notes are shown: in the order of the list, those that fit in what is left of LIST_BYTES;
-    the first in any case."""
+def find_shown(sized: Mapping[str, int]) -> set[str]:
+    """Return the entries whose notes are shown, by the sizes of their notes in the list's order: the first, then each
+    that fits into the rest of LIST_BYTES."""
     whole: set[str] = set()
     left = LIST_BYTES
     for name, size in sized.items():

@@ -39,8 +39,10 @@ class Connections:
 
     def __init__(self) -> None:
         self._open: WeakSet[_Driver] = WeakSet()
-        self._server = f"tinker-server {uuid.uuid4().hex[:12]}"
+        self._name = f"tinker-server {uuid.uuid4().hex[:12]}"
+        """Beginning of every connection's `application_name`; the number of aborts before it follows."""
         self._num_aborts = self._num_ended = 0
+        """Calls of `abort`, and those whose connections PostgreSQL was told to end."""
 
     def set_up(self, adapted: AdaptedConnection, _: object) -> None:
         """Set a new connection's time limits; first, end the aborted connections that PostgreSQL still has."""
@@ -48,11 +50,11 @@ class Connections:
         self._open.add(driver)
         _keep_alive(driver._transport.get_extra_info("socket"))  # asyncpg offers no other way
         aborts = self._num_aborts
-        name = f"{self._server} {aborts}"
+        name = f"{self._name} {aborts}"
         adapted.run_async(lambda connection: connection.execute(_SETTINGS.format(name=name)))
         if self._num_ended < aborts:
             # They may hold locks that the retried transactions would wait for.
-            adapted.run_async(lambda connection: connection.execute(_END, self._server, name))
+            adapted.run_async(lambda connection: connection.execute(_END, self._name, name))
             self._num_ended = aborts
 
     def abort(self) -> None:

@@ -111,7 +111,7 @@ class Gemma3Vision:
         """Return the bytes of an image."""
         return tiles_bytes(1, self._side, self._side)
 
-    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
+    def sizes_of_image(self, span: ImageSpan) -> dict[str, Tensor]:
         """Return num_patches [1]."""
         return {"num_patches": torch.tensor([1])}
 

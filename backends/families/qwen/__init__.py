@@ -137,7 +137,7 @@ class Qwen3VLVision:
         """Return the bytes of three channels."""
         return self.num_tokens(grid) * self._processor.side**2 * 3
 
-    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
+    def sizes_of_image(self, span: ImageSpan) -> dict[str, Tensor]:
         """Return image_grid_thw [1, 3]."""
         merge: int = self._processor.own.merge_size
         return {"image_grid_thw": torch.tensor([[1, span.grid[0] * merge, span.grid[1] * merge]])}

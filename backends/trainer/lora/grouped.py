@@ -149,7 +149,8 @@ def _(x_SI: Tensor, weight_EOI: Tensor, _: Tensor) -> Tensor:
     return x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
 
 
-def keep_for_product(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
+def save_for_product_gradient(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
+    """Save what `backpropagate_product` needs of `multiply_by_expert`: torch's `setup_context`."""
     ctx.save_for_backward(*inputs[1:])
 
 
@@ -158,7 +159,7 @@ def backpropagate_product(ctx: Context, grad_y_SO: Tensor) -> tuple[Tensor | Non
     return multiply_by_expert(grad_y_SO.contiguous(), weight_EOI.mT, ends_E), None, None
 
 
-multiply_by_expert.register_autograd(backpropagate_product, setup_context=keep_for_product)
+multiply_by_expert.register_autograd(backpropagate_product, setup_context=save_for_product_gradient)
 
 
 class _FactorContext(Context, Protocol):
@@ -175,11 +176,12 @@ def _(_grad_y_SN: Tensor, x_SN: Tensor, *_: Tensor | bool) -> Tensor:
     return torch.empty_like(x_SN)
 
 
-def keep_for_factor(
+def save_for_factor_gradient(
     ctx: _FactorContext,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, bool],
     output: Tensor,  # noqa: ARG001
 ) -> None:
+    """Save what `backpropagate_factor` needs of `expert_factor`: torch's `setup_context`."""
     *tensors, ctx.is_a = inputs
     ctx.save_for_backward(*tensors)
 
@@ -188,4 +190,4 @@ def backpropagate_factor(ctx: _FactorContext, grad_y_SN: Tensor) -> tuple[Tensor
     return expert_factor_backward(grad_y_SN.contiguous(), *ctx.saved_tensors, ctx.is_a), *(None,) * 4
 
 
-expert_factor.register_autograd(backpropagate_factor, setup_context=keep_for_factor)
+expert_factor.register_autograd(backpropagate_factor, setup_context=save_for_factor_gradient)

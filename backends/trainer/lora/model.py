@@ -309,7 +309,7 @@ class LoraModel:
         with keeping_state(self.optimizer):
             sums = agreed(lambda: prepare_step(self.optimizer, adam, norm, sums_bits=compares), self._world)
             if compares:
-                shards.require_same_across(torch.stack(sums), self._world)
+                shards.require_equal_on_machines(torch.stack(sums), self._world)
             share = self._prepare_sharing(self.parameters)
 
         def step() -> None:

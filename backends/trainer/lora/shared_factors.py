@@ -63,11 +63,12 @@ class _SharedAContext(Context, Protocol):
     num_matrices: int
 
 
-def keep_for_a(
+def save_for_a_gradient(
     ctx: _SharedAContext,
     inputs: tuple[Tensor, list[Tensor], list[Tensor], Tensor],
     output: Tensor,  # noqa: ARG001
 ) -> None:
+    """Save what `backpropagate_a` needs of `multiply_a`: torch's `setup_context`."""
     x_TI, as_RI, grad_as_RI, scales_TR = inputs
     ctx.num_matrices = len(as_RI)
     ctx.save_for_backward(x_TI, scales_TR, *as_RI, *grad_as_RI)
@@ -80,7 +81,8 @@ def backpropagate_a(ctx: _SharedAContext, grad_inner_TN: Tensor) -> tuple[Tensor
     return multiply_a_backward(grad_inner_TN, x_TI, as_RI, grad_as_RI, scales_TR), nothing, nothing, None
 
 
-def keep_for_b(ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_for_b_gradient(ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what `backpropagate_b` needs of `multiply_b`: torch's `setup_context`."""
     ctx.save_for_backward(*inputs[1:], output[1])
 
 
@@ -108,5 +110,5 @@ def _(grad_y_TO: Tensor, b_RO: Tensor, *_: Tensor) -> Tensor:
     return grad_y_TO.new_empty(grad_y_TO.shape[0], b_RO.shape[0])
 
 
-multiply_a.register_autograd(backpropagate_a, setup_context=keep_for_a)
-multiply_b.register_autograd(backpropagate_b, setup_context=keep_for_b)
+multiply_a.register_autograd(backpropagate_a, setup_context=save_for_a_gradient)
+multiply_b.register_autograd(backpropagate_b, setup_context=save_for_b_gradient)

@@ -84,7 +84,7 @@ def _attributes(operation: Operation) -> dict[str, str | int]:
 
 
 class _Ids(RandomIdGenerator):
-    """Generates random ids, except for the root of an operation's trace."""
+    """OpenTelemetry's generator of ids: random, except for the root of an operation's trace."""
 
     def __init__(self) -> None:
         self._request_id = ""
@@ -99,7 +99,8 @@ class _Ids(RandomIdGenerator):
             self._request_id = ""
 
     def generate_trace_id(self) -> int:
-        """Swap the UUID's halves: trace samplers use the last bits, and the last half begins with a constant."""
+        """Return the UUID with its halves swapped: trace samplers read the last 56 bits, and the UUID's last half
+        begins with constant bits."""
         if not self._request_id:
             return super().generate_trace_id()
         return int(self._request_id[16:] + self._request_id[:16], 16)
