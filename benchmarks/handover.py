@@ -51,12 +51,16 @@ class Times:
         self._parts[part].append(now - self._since)
         self._since = now
 
+    def median_ms(self) -> float:
+        """Return the median of whole rounds after the first."""
+        return 1e3 * statistics.median(sum(parts) for parts in list(zip(*self._parts.values(), strict=True))[1:])
+
     def show(self, title: str) -> None:
         print(f"{title}: ms, median of {len(next(iter(self._parts.values()))) - 1} after the first; the first")
         for part, (first, *rest) in self._parts.items():
             print(f"  {part:<48}{1e3 * statistics.median(rest):>8.1f}{1e3 * first:>10.1f}")
-        rounds = [sum(one) for one in zip(*self._parts.values(), strict=True)]
-        print(f"  {'together':<48}{1e3 * statistics.median(rounds[1:]):>8.1f}{1e3 * rounds[0]:>10.1f}")
+        first_ms = 1e3 * sum(first for first, *_ in self._parts.values())
+        print(f"  {'together':<48}{self.median_ms():>8.1f}{first_ms:>10.1f}")
 
 
 async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:

@@ -1,15 +1,24 @@
-"""Training on two GPUs over one, through the trainer's client, on a random Qwen3-VL of 4.4 billion parameters.
+"""Several GPUs over one: training through the trainer's client, on a random Qwen3-VL of 4.4 billion parameters, or a
+whole server through the SDK.
 
     python benchmarks/several_gpus.py [--layers 36] [--long] [--gpus 2]
+    python benchmarks/several_gpus.py --server [--shape 4b] [--layers 36] [--gpus 8 | --cpu 2]
 
-`--long` trains one datum of 131,072 tokens with 64 images, of which two GPUs compute a slice each.
+`--long` trains one datum of 131,072 tokens with 64 images, of which two GPUs compute a slice each. `--server` runs
+`gpu_server.py` on 1, 2, 4 and 8 of the machine's GPUs in turn, each with a server of its own at its defaults, and
+prints one table: batches of 64 x 1,024, 512 samples at once, RL steps of 128 groups, the deaths of a rank and of an
+engine. `--cpu` rehearses this with so many ranks and engines of the tiny model.
 """
 
 import argparse
 import asyncio
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,12 +104,53 @@ async def seconds(spec: ModelSpec, batches: Batches) -> dict[str, float]:
         await client.stop()
 
 
+def serve(num_gpus: int, options: Sequence[str], scratch: Path, is_cpu: bool) -> dict[str, float]:
+    """Run a server on the machine's first GPUs, and return its figures by name."""
+    figures = scratch / f"figures-{num_gpus}.json"
+    sizes = ["--batch", "4", "--groups", "4"] if is_cpu else ["--batch", "64", "--groups", "128"]
+    command = [sys.executable, str(Path(__file__).with_name("gpu_server.py")), "--once", "--rounds", "2", *sizes]
+    command += ["--figures", str(figures), "--model", str(scratch / "model")]
+    command += ["--cpu", str(num_gpus)] if is_cpu else []
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+    visible = ",".join(seen.split(",")[:num_gpus])
+    done = subprocess.run([*command, *options], env={**os.environ, "CUDA_VISIBLE_DEVICES": visible})
+    if done.returncode:
+        print(f"{num_gpus}: gpu_server.py ended with {done.returncode}", flush=True)
+    return json.loads(figures.read_text()) if figures.exists() else {}
+
+
+def show(found: Mapping[int, Mapping[str, float]]) -> None:
+    """Print a row for each figure, a column for each number of GPUs, and how many times the first column each is."""
+    first = next(iter(found.values()))
+    print("| figure | " + " | ".join(map(str, found)) + " |\n|" + "---|" * (1 + len(found)))
+    for name, least in first.items():
+        cells = []
+        for number, figures in found.items():
+            if (value := figures.get(name)) is None:
+                cells.append("-")
+                continue
+            ratio = least / value if name.endswith((" s", " ms")) else value / least
+            is_compared = number > 1 and not name.endswith(("nats", "GiB"))
+            shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            cells.append(f"{shown} ({ratio:.2f} x)" if is_compared else shown)
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36, help="of the decoder (36)")
     parser.add_argument("--long", action="store_true", help="one long datum with images")
-    parser.add_argument("--gpus", type=int, default=2, help="1: without two GPUs")
+    parser.add_argument("--gpus", type=int, default=2, help="1: without two GPUs; with --server, the most of them")
+    parser.add_argument("--server", action="store_true", help="a whole server through the SDK")
+    parser.add_argument("--shape", default="4b", help="of the server's model (4b)")
+    parser.add_argument("--cpu", type=int, metavar="RANKS", help="rehearse --server, with at most so many ranks")
     given = parser.parse_args()
+    if given.server:
+        options = [] if given.cpu else ["--shape", given.shape, "--layers", str(given.layers)]
+        counts = [count for count in (1, 2, 4, 8) if count <= (given.cpu or given.gpus)]
+        with tempfile.TemporaryDirectory() as folder:
+            show({count: serve(count, options, Path(folder), bool(given.cpu)) for count in counts})
+        return
     shape = replace(SHAPES["4b"], num_layers=given.layers)
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_model(Path(scratch) / "model", shape)
