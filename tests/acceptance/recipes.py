@@ -59,6 +59,7 @@ class Cookbook:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),  # tinker_server.cookbook
             "TINKER_API_KEY": KEY,
             "TINKER_BASE_URL": self.server.base_url,
             "TINKER_COOKBOOK_RUNS_DIR": str(self.folder / "runs"),
@@ -69,9 +70,12 @@ class Cookbook:
         """Path for a run's files at which nothing is yet, also when a test is tried again."""
         return self.folder / "runs" / name / str(time.time_ns())
 
-    def run(self, recipe: str, *arguments: str, log_dir: Path | None = None, said: str = "") -> Run:
-        """`python -m tinker_cookbook.recipes.RECIPE ...` with an input; fails with the end of its output."""
-        command = [PYTHON, "-m", f"tinker_cookbook.recipes.{recipe}", *arguments]
+    def run(
+        self, recipe: str, *arguments: str, log_dir: Path | None = None, said: str = "", through: tuple[str, ...] = ()
+    ) -> Run:
+        """`python -m tinker_cookbook.recipes.RECIPE ...` with an input; fails with the end of its output. `through`: a
+        module that runs it."""
+        command = [PYTHON, "-m", *through, f"tinker_cookbook.recipes.{recipe}", *arguments]
         output, wall_s = self.call(command, said)
         run = Run(log_dir or self.folder, wall_s, output)
         if log_dir is not None:

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from tests.acceptance.recipes import Cookbook, Run
@@ -23,6 +24,22 @@ def test_sl_loop(cookbook: Cookbook, shows) -> None:
     assert len(nll) == 4 and nll[-1] < 0.9 * nll[0]
     assert [row["name"] for row in run.checkpoints] == ["000002", "final"]
     shows("sl_loop", f"train NLL {nll[0]:.2f} -> {nll[-1]:.2f}")
+
+
+@pytest.mark.quick
+def test_the_metrics_of_an_unmodified_recipe_appear_on_the_page_of_its_run(cookbook: Cookbook, shows) -> None:
+    log_dir = cookbook.new_folder("reported")
+    sizes = (f"log_path={log_dir}", "batch_size=16", "max_steps=3", "save_every=2")
+    run = cookbook.run("sl_loop", *sizes, log_dir=log_dir, through=("tinker_server.cookbook",))
+    run_id = run.checkpoints[-1]["state_path"].split("/")[2]
+    url = f"{cookbook.server.base_url}/runs/{run_id}/metrics.json"
+    found = httpx.get(url, params={"shown": ["train_mean_nll", "progress"]}).json()
+    logged = {name for row in run.metrics for name, value in row.items() if isinstance(value, int | float)} - {"step"}
+    assert set(found["names"]) == logged and found["last_step"] == 2
+    for name in ("train_mean_nll", "progress"):
+        assert found["metrics"][name]["step"] == [0, 1, 2]
+        assert found["metrics"][name]["value"] == run.column(name), name
+    shows("sl_loop with tinker_server.cookbook", f"{len(logged)} metrics of 3 steps on the page")
 
 
 def test_sl_basic(cookbook: Cookbook, shows) -> None:
