@@ -86,6 +86,22 @@ class Owner:
             step = {"model_id": run_id, "seq_id": 2 * number + 2}
             self.post("/optim_step", **step, adam_params={"learning_rate": 0.25})
 
+    def train_and_sample(
+        self, run_id: str, steps: range, *chunks: dict[str, Any], tokens: Sequence[int] = (1, 2)
+    ) -> None:
+        """As in reinforcement learning: each step begins with two samples of its weights."""
+        prompt = {"chunks": [*chunks, {"type": "encoded_text", "tokens": list(tokens)}]}
+        for step in steps:
+            name = f"at-{step}"
+            saved = self.post("/save_weights_for_sampler", model_id=run_id, seq_id=3 * step + 1, path=name)
+            sample = {"model_path": saved["path"], "prompt": prompt, "sampling_params": {"max_tokens": 4}}
+            for _ in range(2):
+                self.post("/asample", **sample)
+            body = forward_backward_body(run_id, 3 * step + 2)
+            headers = {**PROTOBUF, "x-api-key": self.key}
+            self._result(self.server.http.post("/forward_backward", content=body, headers=headers))
+            self.post("/optim_step", model_id=run_id, seq_id=3 * step + 3, adam_params={"learning_rate": 0.25})
+
     def report(self, run_id: str, step: int, **metrics: float) -> httpx.Response:
         """Metrics of the client's own."""
         body = {"step": step, "metrics": metrics}

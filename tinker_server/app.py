@@ -29,6 +29,7 @@ from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
+from tinker_server.observability.weight_steps import WeightSteps
 from tinker_server.operations.housekeeping import Housekeeper, Periods, SteadyClock, Stores
 from tinker_server.operations.recording import Recording
 from tinker_server.operations.runner import Runner
@@ -218,7 +219,8 @@ def build_services(
     counts = [table.held_bytes for table in (futures.rows, uploads, client_metrics, sample_files)]
     holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER, counts)
     disk = DiskAccount(holdings, futures, clock)
-    keys, gallery = Keys(settings.resolve_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
+    keys, weight_steps = Keys(settings.resolve_keys_file()), WeightSteps(checkpoints, steps.last_before)
+    gallery = Gallery(settings.samples_shown, on_change=futures.changes.note, step_of=weight_steps.step_of)
     weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings, keys, audit)
     admission = Admission(
         SAMPLES_PER_SLOT * settings.backend.samples_at_once,
@@ -259,6 +261,7 @@ def build_services(
         machine_history=MachineHistory(db),
         metrics=measured,
         gallery=gallery,
+        weight_steps=weight_steps,
         sample_files=sample_files,
         sign_ins=SignIns(settings.data_dir, keys),
         tokens=Tokens(settings.data_dir, keys),

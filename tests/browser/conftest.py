@@ -1,6 +1,5 @@
 """One browser and one server for the tests of this folder. Pictures are taken only where they are asked for."""
 
-import base64
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +8,9 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from tests.browser.learning import LearningBackend
-from tests.browser.pages import PHOTO, Watched
+from tests.browser.pages import IMAGE, Watched
 from tests.dashboard import Owner, with_keys
 
-IMAGE = {"type": "image", "format": "jpeg", "data": base64.b64encode(PHOTO).decode()}
 CHROMIUM = shutil.which("chromium")
 PATIENCE_MS = 30_000
 """Beside an engine and another test's processes, on two cores, five seconds are soon gone."""

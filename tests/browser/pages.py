@@ -1,5 +1,6 @@
 """Records a browser page's requests and errors while it is open, and the faults that axe finds."""
 
+import base64
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,6 +10,7 @@ from playwright.sync_api import BrowserContext, ConsoleMessage, Page, ViewportSi
 from tests.photographs import photographs
 
 PHOTO = photographs("test", 3)[2].jpeg
+IMAGE = {"type": "image", "format": "jpeg", "data": base64.b64encode(PHOTO).decode()}
 NARROW: ViewportSize = {"width": 400, "height": 800}
 AXE = Path(__file__).parent / "vendor/axe.min.js"
 SERIOUS = ("serious", "critical")

@@ -71,9 +71,11 @@ def test_curves_are_zoomed_smoothed_and_compared(seen: Watched, run_id: str) -> 
     box = figure.locator(".u-over").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
+    page.keyboard.down("Shift")
     page.mouse.down()
     page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=4)
     page.mouse.up()
+    page.keyboard.up("Shift")
     expect(figure).not_to_have_attribute("data-points", "40")
     page.get_by_role("button", name="All").click()
     page.get_by_text("Compare with").click()

@@ -222,7 +222,12 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
         5,
     ),
     "recent samples": (
-        ("tinker_server.observability.recent_samples", "tinker_server.observability.sample_files"),
+        (
+            "tinker_server.observability.recent_samples",
+            "tinker_server.observability.sample_files",
+            "tinker_server.observability.thinned_steps",
+            "tinker_server.observability.weight_steps",
+        ),
         5,
     ),
     "recovery": (

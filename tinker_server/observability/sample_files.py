@@ -1,4 +1,4 @@
-"""The latest samples on disk, where they survive a restart."""
+"""Samples on disk, where they survive a restart: the newest that fit."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ class SampleFiles:
         return sorted(found, key=lambda shown: shown.at, reverse=True)
 
 
-_PLAIN = ("owner", "sampler_id", "of", "num_samples", "size_bytes", "at", "sample_id")
+_PLAIN = ("owner", "sampler_id", "of", "num_samples", "size_bytes", "at", "sample_id", "step")
 
 
 def _encode(shown: Shown) -> bytes:
@@ -93,5 +93,6 @@ def _decode(content: bytes) -> Shown:
         for field in fields["sequences"]
     ]
     prompt, params = ModelInput.model_validate(fields["prompt"]), SamplingParams.model_validate(fields["params"])
+    fields.setdefault("step", None)  # of a server that did not write it
     rebuilt = {"of": Drawn(*fields["of"]), "prompt": prompt, "params": params, "sequences": sequences}
     return Shown(**{name: fields[name] for name in _PLAIN} | rebuilt)

@@ -24,6 +24,7 @@ from tinker_server.models.scheduler import Scheduler
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.sample_files import SampleFiles
+from tinker_server.observability.weight_steps import WeightSteps
 from tinker_server.operations.housekeeping import Housekeeper
 from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
@@ -80,6 +81,7 @@ class Services:
     machine_history: MachineHistory
     metrics: Metrics
     gallery: Gallery
+    weight_steps: WeightSteps
     sample_files: SampleFiles
     sign_ins: SignIns
     tokens: Tokens

@@ -15,6 +15,7 @@ from tinker_server.dashboard.pages import (
     records,
     run,
     run_changes,
+    run_steps,
     runs,
     samples,
     sign_in,
@@ -22,7 +23,7 @@ from tinker_server.dashboard.pages import (
 from tinker_server.dashboard.rendering import FOLDER
 
 ROUTERS = (
-    *(sign_in, live, runs, checkpoints, curves, run_changes, run),
+    *(sign_in, live, runs, checkpoints, curves, run_changes, run_steps, run),
     *(samples, playground, machine, keys, owners, records, console),
 )
 

@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from tinker_server.dashboard.page_route import PageRoute
-from tinker_server.dashboard.pages.samples import LIKELY
 from tinker_server.dashboard.rendering import page
+from tinker_server.dashboard.texts import LIKELY
 from tinker_server.dashboard.viewer import Viewing
 from tinker_server.store.catalog import Page, Scope
 from tinker_server.web.deps import Server

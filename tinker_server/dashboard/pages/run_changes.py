@@ -41,7 +41,7 @@ async def restore(request: Request, server: Server, viewer: Viewing, view: Sent)
 
 @router.post("/delete")
 async def delete(request: Request, server: Server, viewer: Viewing, view: Sent) -> Response:
-    """Delete runs with their models, checkpoints, curves and metrics."""
+    """Delete runs with their models, checkpoints, curves, metrics and samples."""
     for run_id in view.run:
         await server.runs.require(run_id, viewer.owner)
     for run_id in view.run:
@@ -62,6 +62,7 @@ async def _delete(server: Services, run_id: str, owner: str) -> None:
         for saved in found:
             await server.storage.delete(await server.checkpoints.take(parse_path(saved.tinker_path), owner))
     await server.runs.delete(run_id, owner)
+    server.gallery.drop_run(owner, run_id)
     await server.audit.note("run_deleted", owner, model_id=run_id)
 
 

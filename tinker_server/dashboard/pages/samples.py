@@ -1,65 +1,30 @@
 """The latest samples, token by token, with the run, step and reward that they belong to."""
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk
-from tinker_server.api_schemas.sampling import SampledSequence
 from tinker_server.backends.protocol import BaseModel
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.curves import important_of
 from tinker_server.dashboard.rendering import page
+from tinker_server.dashboard.texts import Completion, Part, completion_of, parts_of, prompt_parts
 from tinker_server.dashboard.thumbnails import thumbnail
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
-from tinker_server.observability.recent_samples import Drawn, Shown
+from tinker_server.observability.recent_samples import Shown
 from tinker_server.offload import off_loop
-from tinker_server.operations.recording import is_optim_step
-from tinker_server.store.checkpoints import parse_path
-from tinker_server.store.samplers import run_of_weights
 from tinker_server.web.deps import Server, Services
 
 router = APIRouter(prefix="/samples", route_class=PageRoute, include_in_schema=False)
-LIKELY = (-0.05, -0.2, -0.7, -1.6, -3.0, -5.0)
-"""Bounds in nats between the colours of tokens by log probability."""
+MOST_OF_RUN = 100
+"""Samples of a run in the list."""
 PREVIEW_TOKENS = 60
 NO_CLIENT = "none"
 """Stands in the filter for samples of base models and of chats, which have no sampling session."""
 THUMBNAILS = 4
 """Thumbnails of a sample in the list."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A sampled token as it is shown."""
-
-    text: str
-    token_id: int
-    logprob: float
-    level: int
-    """Colour by log probability; 0 is the likeliest."""
-    is_special: bool
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of a prompt: text, of special tokens or others, or the number of an image."""
-
-    text: str
-    image: int | None = None
-    is_special: bool = False
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One continuation."""
-
-    tokens: list[Token]
-    stop_reason: str
-    total_logprob: float
 
 
 @dataclass(frozen=True)
@@ -86,17 +51,30 @@ class Preview:
     num_images: int
 
 
+@dataclass(frozen=True)
+class StepSample:
+    """A sample beside a run's curves."""
+
+    shown: Shown
+    prompt: list[Part]
+    completion: Completion | None
+    """The beginning of the first continuation."""
+    num_images: int
+
+
 @router.get("")
 async def show_samples(request: Request, server: Server, viewer: Viewing, client: str = "", run: str = "") -> Response:
     """Show the list; `client` selects the samples of one sampling session, or those of none, and `run` those of a
     run's weights."""
     found = server.gallery.of(viewer.owner)
-    clients = list(dict.fromkeys(one.sampler_id or NO_CLIENT for one in found))
-    runs = list(dict.fromkeys(filter(None, (_run_of(one.of) for one in found))))
-    shown = [one for one in found if not client or (one.sampler_id or NO_CLIENT) == client]
-    shown = [one for one in shown if not run or _run_of(one.of) == run]
-    origins = {of: await _origin(server, viewer, of) for of in {one.of for one in shown}}
-    previews = [await off_loop(viewer.owner, one.size_bytes, _preview, server, one, origins[one.of]) for one in shown]
+    clients = list(dict.fromkeys(shown.sampler_id or NO_CLIENT for shown in found))
+    runs = list(dict.fromkeys(shown.of.run_id for shown in found if shown.of.run_id))
+    listed = server.gallery.of_run(viewer.owner, run)[:MOST_OF_RUN] if run else found
+    listed = [shown for shown in listed if not client or (shown.sampler_id or NO_CLIENT) == client]
+    origins = {of: await _origin(server, viewer, shown) for of, shown in {shown.of: shown for shown in listed}.items()}
+    previews = [
+        await off_loop(viewer.owner, shown.size_bytes, _preview, server, shown, origins[shown.of]) for shown in listed
+    ]
     filters = {"clients": clients, "client": client, "no_client": NO_CLIENT, "runs": runs, "run": run}
     values = {"previews": previews, "most_images": THUMBNAILS, "per_owner": server.gallery.per_owner}
     return page(request, "samples.html", {**values, **filters, "on_disk": server.settings.samples_disk_bytes})
@@ -107,7 +85,7 @@ async def show_sample(request: Request, sample_id: str, server: Server, viewer: 
     """Show one prompt and its continuations."""
     shown = _require(server, viewer, sample_id)
     parts, completions = await off_loop(viewer.owner, shown.size_bytes, _opened, server, shown)
-    origin = await _origin(server, viewer, shown.of)
+    origin = await _origin(server, viewer, shown)
     values = {"shown": shown, "origin": origin, "parts": parts, "completions": completions}
     return page(request, "sample.html", values)
 
@@ -146,80 +124,58 @@ def _require(server: Services, viewer: Viewer, sample_id: str) -> Shown:
     return shown
 
 
-def _run_of(of: Drawn) -> str:
-    return run_of_weights(of.model_path, of.directory)
+async def _step_of(server: Services, shown: Shown) -> int | None:
+    """Return the steps of the run before the sample's weights were saved."""
+    return shown.step if shown.step is not None else await server.weight_steps.step_of(shown.of)
 
 
-async def _origin(server: Services, viewer: Viewer, of: Drawn) -> Origin:
+async def _origin(server: Services, viewer: Viewer, shown: Shown) -> Origin:
     """Return the place of the weights in training. Another owner's published weights show nothing of their run."""
-    run_id = _run_of(of)
+    run_id = shown.of.run_id
     run = await server.runs.find(run_id) if run_id else None
     if run is None or run.owner != viewer.owner:
         return Origin("")
-    seq_id = await _saved_as(server, of)
-    last = None if seq_id is None else await server.steps.last_before(run_id, seq_id)
-    if last is None:
+    step = await _step_of(server, shown)
+    if step is None:
         return Origin(run_id)
-    step = last.step + is_optim_step(last)
-    name = next((one for one in important_of(await server.client_metrics.names(run_id)) if "reward" in one.lower()), "")
+    names = important_of(await server.client_metrics.names(run_id))
+    name = next((name for name in names if "reward" in name.lower()), "")
     points = await server.client_metrics.points(run_id, [name], (step, step), 1)
     return Origin(run_id, step, name, points[name][0].value if points[name] else None)
 
 
-async def _saved_as(server: Services, of: Drawn) -> int | None:
-    """Return the number of the operation that saved the weights; None if it is not known, or they were saved again."""
-    if of.model_path is not None:
-        checkpoint = await server.checkpoints.find(parse_path(of.model_path))
-        return checkpoint.saved_as if checkpoint is not None and checkpoint.directory == of.directory else None
-    number = (of.directory or "").rpartition("/")[2].partition("~")[0]
-    return int(number) if number.isdecimal() else None
+async def samples_by_step(server: Services, owner: str, run_id: str) -> dict[int, list[Shown]]:
+    """Return the samples of a run's weights by the step that the weights began, newest first."""
+    found: dict[int, list[Shown]] = {}
+    for shown in server.gallery.of_run(owner, run_id):
+        if (step := await _step_of(server, shown)) is not None:
+            found.setdefault(step, []).append(shown)
+    return found
+
+
+def sample_of_step(server: Services, shown: Shown, most_tokens: int) -> StepSample:
+    """Return the end of a sample's prompt, and the beginning of its first continuation token by token."""
+    base = server.models.served.get(shown.of.base_model)
+    completion = completion_of(base, shown.sequences[0], most_tokens) if shown.sequences else None
+    return StepSample(shown, _end_of_prompt(base, shown), completion, _num_images(shown))
 
 
 def _preview(server: Services, shown: Shown, origin: Origin) -> Preview:
     """Return the end of the prompt and the beginning of the first continuation."""
     base = server.models.served.get(shown.of.base_model)
+    first = parts_of(base, shown.sequences[0].tokens[:PREVIEW_TOKENS].tolist()) if shown.sequences else []
+    return Preview(shown, origin, _end_of_prompt(base, shown), first, _num_images(shown))
+
+
+def _end_of_prompt(base: BaseModel | None, shown: Shown) -> list[Part]:
     texts = [chunk for chunk in shown.prompt.chunks if isinstance(chunk, EncodedTextChunk)]
-    prompt = _parts(base, texts[-1].tokens[-PREVIEW_TOKENS:].tolist()) if texts else []
-    first = _parts(base, shown.sequences[0].tokens[:PREVIEW_TOKENS].tolist()) if shown.sequences else []
-    return Preview(shown, origin, prompt, first, sum(isinstance(chunk, ImageChunk) for chunk in shown.prompt.chunks))
+    return parts_of(base, texts[-1].tokens[-PREVIEW_TOKENS:].tolist()) if texts else []
+
+
+def _num_images(shown: Shown) -> int:
+    return sum(isinstance(chunk, ImageChunk) for chunk in shown.prompt.chunks)
 
 
 def _opened(server: Services, shown: Shown) -> tuple[list[Part], list[Completion]]:
     base = server.models.served.get(shown.of.base_model)
-    parts: list[Part] = []
-    num_images = 0
-    for chunk in shown.prompt.chunks:
-        if isinstance(chunk, EncodedTextChunk):
-            parts += _parts(base, chunk.tokens.tolist())
-        elif isinstance(chunk, ImageChunk):
-            parts.append(Part("", num_images))
-            num_images += 1
-    return parts, [_completion(base, sequence) for sequence in shown.sequences]
-
-
-def _texts(base: BaseModel | None, token_ids: list[int]) -> tuple[list[str], frozenset[int]]:
-    """Return the text of each token, and the special ids. A base model that is no longer served has ids alone."""
-    if base is None:
-        return [f"<{token_id}>" for token_id in token_ids], frozenset()
-    return base.token_texts(token_ids), base.special_ids()
-
-
-def _parts(base: BaseModel | None, token_ids: list[int]) -> list[Part]:
-    """Return the text in pieces, each of special tokens or of others."""
-    texts, special = _texts(base, token_ids)
-    known = zip(texts, (token_id in special for token_id in token_ids), strict=True)
-    return [
-        Part("".join(text for text, _ in pieces), is_special=is_special)
-        for is_special, pieces in itertools.groupby(known, key=lambda one: one[1])
-    ]
-
-
-def _completion(base: BaseModel | None, sequence: SampledSequence) -> Completion:
-    token_ids: Sequence[int] = sequence.tokens.tolist()
-    logprobs: Sequence[float] = sequence.logprobs.tolist()
-    texts, special = _texts(base, list(token_ids))
-    tokens = [
-        Token(text, token_id, logprob, sum(logprob < bound for bound in LIKELY), token_id in special)
-        for text, token_id, logprob in zip(texts, token_ids, logprobs, strict=True)
-    ]
-    return Completion(tokens, sequence.stop_reason, sum(logprobs))
+    return prompt_parts(base, shown.prompt.chunks), [completion_of(base, sequence) for sequence in shown.sequences]

@@ -1,5 +1,6 @@
 // A run's curves, plotted with uPlot and fetched again while the run continues, with other runs drawn over them.
 
+import { changeAddress, chosenStep, follow, scrub } from "./scrub.js";
 import { AXIS, MOMENT } from "./times.js";
 
 const CURVES = [
@@ -103,9 +104,44 @@ function options(curve, place) {
     axes: [{ ...ink, size: axis.value === "step" ? 32 : 44, ...(axis.value === "at" && { values: AXIS }) }, { ...ink, size: 62, values: ticks }],
     scales: { x: { time: axis.value === "at" }, y: isLog(curve) ? { distr: LOG } : {} },
     legend: { live: true },
-    cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false } },
-    hooks: { setCursor: [showLegend], setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
+    cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, bind: { mousedown: onlyWithShift } },
+    hooks: { setCursor: [showLegend], draw: [(plot) => drawChosen(plot, curve)], setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
   };
+}
+
+// A plain drag chooses a step.
+function onlyWithShift(plot, target, handler) {
+  return (event) => {
+    plot.cursor.drag.x = event.shiftKey;
+    handler(event);
+  };
+}
+
+// The step of this run that is nearest to a place on the x axis.
+function stepAt(curve, x) {
+  const { step, at } = values(runs[0], curve);
+  if (!step.length) return null;
+  if (axis.value === "step") return Math.max(0, Math.round(x));
+  const distance = (index) => Math.abs(at[index] - x);
+  return step[at.reduce((best, _, index) => (distance(index) < distance(best) ? index : best), 0)];
+}
+
+function placeOf(curve, wanted) {
+  if (axis.value === "step") return wanted;
+  const { step, at } = values(runs[0], curve);
+  const index = step.findIndex((number) => number >= wanted);
+  return index < 0 ? null : at[index];
+}
+
+// A line across the curve at the chosen step.
+function drawChosen(plot, curve) {
+  const chosenAt = chosenStep() === null ? null : placeOf(curve, chosenStep());
+  if (chosenAt === null || chosenAt < plot.scales.x.min || chosenAt > plot.scales.x.max) return;
+  const { ctx, bbox } = plot, left = Math.round(plot.valToPos(chosenAt, "x", true));
+  ctx.save();
+  ctx.fillStyle = color("--accent");
+  ctx.fillRect(left - 1, bbox.top, 2, bbox.height);
+  ctx.restore();
 }
 
 // At rest a legend has names alone.
@@ -159,7 +195,9 @@ function drawIn(parent, curves) {
     figure.append(caption, place);
     const after = curves.slice(curves.indexOf(curve) + 1).map((one) => charts.get(one.name)?.figure).find((one) => one?.parentElement === parent);
     parent.insertBefore(figure, after ?? null);
-    charts.set(curve.name, { figure, place, plot: new uPlot(options(curve, place), tables(curve), place), isLog: isLog(curve) });
+    const plot = new uPlot(options(curve, place), tables(curve), place);
+    scrub(plot, (x) => stepAt(curve, x));
+    charts.set(curve.name, { figure, place, plot, isLog: isLog(curve) });
     describe(figure, curve);
   }
 }
@@ -175,6 +213,7 @@ function draw() {
   if (more.open) drawIn(more.querySelector(".charts"), rest.slice(0, MOST_AT_ONCE).map(curve));
   drawIn(box, CURVES);
   list();
+  follow(runs[0].last_step, charts.size === 0);
 }
 
 // Names of the runs with their colours, where there are several.
@@ -238,8 +277,10 @@ function compare() {
   const isFull = ticked.length >= Number(others.dataset.most);
   for (const one of boxes) one.disabled = isFull && !one.checked;
   document.getElementById("num-compared").textContent = ticked.length || "";
-  const query = new URLSearchParams(ticked.map(({ run }) => ["with", run]));
-  window.history.replaceState(null, "", `${window.location.pathname}${ticked.length ? "?" : ""}${query}`);
+  changeAddress((query) => {
+    query.delete("with");
+    for (const { run } of ticked) query.append("with", run);
+  });
   refresh();
 }
 
@@ -249,6 +290,7 @@ for (const one of [axis, log]) one.addEventListener("change", () => runs.length 
 others?.addEventListener("change", compare);
 more.addEventListener("toggle", () => more.open && refresh());
 document.addEventListener("theme", () => runs.length && redraw());
+document.addEventListener("step", () => { for (const { plot } of charts.values()) plot.redraw(false, false); });
 for (const button of document.querySelectorAll("[data-zoom]")) {
   button.addEventListener("click", () => {
     if (!runs.length) return;

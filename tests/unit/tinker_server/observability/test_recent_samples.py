@@ -1,5 +1,7 @@
 """The samples that are kept for reading: bounded for each owner and in all, and none of them another owner's."""
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from tinker_server.api_schemas.inputs import Chunk, EncodedTextChunk, ImageChunk
 from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tinker_server.observability.recent_samples import IMAGE_BYTES, PROMPT_TOKENS, SEQUENCES, TOKENS, Drawn, Gallery
 from tinker_server.observability.sample_files import SampleFiles
+from tinker_server.observability.thinned_steps import PER_STEP, STEPS
 
 OF = Drawn("tiny")
 
@@ -49,6 +52,40 @@ def test_all_together_are_bounded_and_who_has_the_most_gives_way() -> None:
     sizes = [one.size_bytes for owner in ("alice", "bob") for one in gallery.of(owner)]
     assert sum(sizes) <= 40_000
     assert len(gallery.of("bob")) == 1 and len(gallery.of("alice")) > 5
+
+
+def of_run(number: int) -> Drawn:
+    return Drawn("tiny", None, f"checkpoints/s:train:0/snapshot/{number}~a")
+
+
+def test_a_run_keeps_a_few_samples_of_steps_that_are_spread_over_it() -> None:
+    gallery = Gallery(3)
+    for number in range(10 * STEPS):
+        for _ in range(PER_STEP + 2):
+            gallery.note(request(), response(), "alice", of_run(number))
+    gallery.note(request(), response(), "alice", OF)
+    kept = Counter(shown.of for shown in gallery.of_run("alice", "s:train:0")[2:])
+    assert len(kept) == STEPS and max(kept.values()) == PER_STEP
+    numbers = [int(of.directory.rpartition("/")[2][:-2]) for of in kept if of.directory]
+    assert min(numbers) == 0 and max(numbers) == 10 * STEPS - 1
+    times = [shown.at for shown in gallery.of_run("alice", "s:train:0")]
+    quarters = Counter(int(4 * (at - times[-1]) / (times[0] - times[-1] + 1e-9)) for at in times)
+    assert set(quarters) == {0, 1, 2, 3} and min(quarters.values()) > STEPS * PER_STEP / 8
+    assert len(gallery.of("alice")) == 3 and gallery.of_run("bob", "s:train:0") == []
+    oldest = gallery.of_run("alice", "s:train:0")[-1]
+    assert gallery.get("alice", oldest.sample_id) is oldest
+    gallery.drop_run("alice", "s:train:0")
+    assert gallery.of_run("alice", "s:train:0") == [] and len(gallery.all()) == 1
+
+
+def test_where_room_is_short_old_steps_give_way_before_the_latest_samples() -> None:
+    gallery = Gallery(3, max_bytes=60_000)
+    for number in range(60):
+        gallery.note(request(image_bytes=1000), response(), "alice", of_run(number))
+    assert len(gallery.of("alice")) == 3
+    assert sum(shown.size_bytes for shown in gallery.all()) <= 60_000
+    steps = [shown.of.directory for shown in gallery.of_run("alice", "s:train:0")]
+    assert 10 < len(steps) < 60 and steps[-1] == of_run(0).directory and steps[0] == of_run(59).directory
 
 
 def test_long_and_many_continuations_are_cut_and_hold_no_larger_array() -> None:
@@ -108,6 +145,17 @@ def test_the_newest_samples_are_on_disk_within_the_bound_and_come_back_as_they_w
     assert {path.stem for path in (tmp_path / "samples").iterdir()} == {one.sample_id for one in gallery.all()[:2]}
     SampleFiles(tmp_path / "samples", 0).save(gallery.all())
     assert list((tmp_path / "samples").iterdir()) == []
+
+
+def test_samples_that_were_written_without_a_step_are_read(tmp_path: Path) -> None:
+    gallery, files = Gallery(5), SampleFiles(tmp_path, 1 << 20)
+    gallery.note(request(), response(), "alice", of_run(7))
+    files.save(gallery.all())
+    (path,) = tmp_path.iterdir()
+    fields = json.loads(path.read_text())
+    del fields["step"]
+    path.write_text(json.dumps(fields))
+    assert [shown.step for shown in files.load()] == [None]
 
 
 def test_stop_strings_are_bounded_by_name() -> None:

@@ -1,0 +1,80 @@
+"""A step of a run without a browser: its numbers, and the samples of the weights that it began with."""
+
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dashboard import Owner, with_keys
+from tests.fake_server import Running
+from tests.photographs import photographs
+
+IMAGE = {"type": "image", "format": "jpeg", "data": base64.b64encode(photographs("test", 1)[0].jpeg).decode()}
+
+
+@pytest.fixture
+def alice(tmp_path: Path) -> Iterator[Owner]:
+    server, (key,) = with_keys(tmp_path, "alice", samples_shown=4)
+    with Owner(server, key) as owner:
+        yield owner.sign_in()
+    server.stop()
+
+
+def samples_of(text: str) -> list[str]:
+    return re.findall(r'/samples/([0-9a-f]{32})"', text)
+
+
+def test_an_old_step_shows_its_own_samples_though_many_newer_were_drawn(alice: Owner) -> None:
+    run_id = alice.new_run()
+    alice.train_and_sample(run_id, range(5), IMAGE)
+    for _ in range(6):
+        alice.sample()
+    assert len(samples_of(alice.get("/samples").text)) == 4
+    shown = {step: alice.get(f"/runs/{run_id}/step?step={step}").text for step in range(5)}
+    assert all(len(samples_of(text)) == 2 for text in shown.values())
+    assert len({sample for text in shown.values() for sample in samples_of(text)}) == 10
+    for step, text in shown.items():
+        assert f"<h2>Step {step}</h2>" in text and "that this step began with" in text
+        assert "nats" in text
+        sample = samples_of(text)[0]
+        assert f"step {step}" in alice.get(f"/samples/{sample}").text
+        assert alice.get(f"/samples/{sample}/thumbnails/0").headers["content-type"] == "image/jpeg"
+    assert len(re.findall("<li ", alice.get(f"/samples?run={run_id}").text)) == 10
+
+
+def test_a_step_without_samples_shows_those_of_the_nearest_before_and_its_own_numbers(alice: Owner) -> None:
+    run_id = alice.new_run()
+    alice.train_and_sample(run_id, range(2))
+    alice.train(run_id, range(3, 6))
+    alice.report(run_id, 4, reward=0.75)
+    text = alice.get(f"/runs/{run_id}/step?step=4").text
+    assert "These are of step 1." in text
+    assert "<dt>reward</dt><dd>0.75</dd>" in text and "<dt>Loss per token</dt><dd>1</dd>" in text
+    assert 'data-step="0"' in text
+    first = alice.get(f"/runs/{run_id}/step?step=0").text
+    assert 'data-step="1"' in first and 'data-step=""' in first
+    assert alice.get(f"/runs/{run_id}/step?step=99").text.count("<h2>Step 4</h2>") == 1
+    assert alice.get(f"/runs/{run_id}/step?step=-1").status_code == 404
+    empty = alice.new_run()
+    assert "No sample is kept" in alice.get(f"/runs/{empty}/step").text
+
+
+def test_samples_keep_their_step_when_their_weights_are_saved_again_and_after_a_restart(tmp_path: Path) -> None:
+    server, (key,) = with_keys(tmp_path, "alice", samples_shown=2)
+    with Owner(server, key) as alice:
+        run_id = alice.sign_in().new_run()
+        alice.train_and_sample(run_id, range(3))
+        again = {"model_id": run_id, "seq_id": 10, "path": "at-1", "overwrite": True}
+        alice.post("/save_weights_for_sampler", **again)
+        before = samples_of(alice.get(f"/runs/{run_id}/step?step=1").text)
+    server.stop()
+    server = Running(tmp_path / "data", keys_file=tmp_path / "keys", samples_shown=2)
+    with Owner(server, key) as alice:
+        alice.sign_in()
+        assert samples_of(alice.get(f"/runs/{run_id}/step?step=1").text) == before
+        assert len(before) == 2
+        alice.change("POST", "/runs/delete", run=run_id)
+        assert alice.get(f"/samples/{before[0]}").status_code == 404
+    server.stop()
