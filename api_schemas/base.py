@@ -18,8 +18,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from tinker_server.api_schemas.old_clients.fields import without_nulls
-
 T = TypeVar("T")
 
 MAX_DEPTH = 64
@@ -57,7 +55,10 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: object) -> object:
-        return without_nulls(_few_entries(data, MAX_FIELDS))
+        data = _few_entries(data, MAX_FIELDS)
+        if isinstance(data, dict) and any(value is None for value in data.values()):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
 
     @field_validator("*")
     @classmethod

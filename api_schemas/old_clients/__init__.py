@@ -7,5 +7,5 @@ before 0.25   forward_backward is JSON, and /forward is a route of its own      
 before 0.28   a list with a checkpoint of type `external` is refused by the SDK  versions.visible_kinds
 before 0.36   weights are downloaded in one archive                              the route .../archive
 before 0.40   links of an upload are texts, without headers                      versions.takes_upload_headers
-all           nulls stand for defaults                                           fields.without_nulls
+all           nulls stand for defaults                                           base.Request
 """

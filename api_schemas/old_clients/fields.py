@@ -3,13 +3,6 @@
 _KEY_OF_CHUNK = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel", "tokens": "encoded_text"}
 
 
-def without_nulls(data: object) -> object:
-    """Remove an object's nulls, which stand for absent fields."""
-    if isinstance(data, dict) and any(value is None for value in data.values()):
-        return {key: value for key, value in data.items() if value is not None}
-    return data
-
-
 def image_fields(data: object) -> object:
     """Rename the token count of an image chunk to `expected_tokens`."""
     if not isinstance(data, dict) or "tokens" not in data or "expected_tokens" in data:

@@ -198,7 +198,10 @@ class SamplerPool:
             assert emit is not None
             emit(part)
 
-        self._enter(request.owner)
+        self._owners[request.owner] += 1
+        if len(self._owners) > 1 and self._is_several and (self._sharing is None or self._sharing.done()):
+            name = f"shares of {self._spec.name}"
+            self._sharing = asyncio.create_task(self._share_running(), name=name, context=Context())
         try:
             while True:
                 engine = request.engine = await self._choose(request, pieces)
@@ -206,7 +209,9 @@ class SamplerPool:
                     return await self._run_on(engine, request, command, None if emit is None else on_part)
                 await asyncio.sleep(_SETTLING_S)
         finally:
-            self._leave(request.owner)
+            self._owners[request.owner] -= 1
+            if not self._owners[request.owner]:
+                del self._owners[request.owner]
 
     async def _run_on(
         self, engine: EngineClient, request: Request, command: Command[R], on_part: Callable[[str], None] | None
@@ -270,17 +275,6 @@ class SamplerPool:
                     if not task.cancelled():  # it is where its engine has left
                         task.result()
         return found
-
-    def _enter(self, owner: str) -> None:
-        self._owners[owner] += 1
-        if len(self._owners) > 1 and self._is_several and (self._sharing is None or self._sharing.done()):
-            name = f"shares of {self._spec.name}"
-            self._sharing = asyncio.create_task(self._share_running(), name=name, context=Context())
-
-    def _leave(self, owner: str) -> None:
-        self._owners[owner] -= 1
-        if not self._owners[owner]:
-            del self._owners[owner]
 
     async def _share_running(self) -> None:
         """Tell each engine what owners have running in the others, while there are several owners."""

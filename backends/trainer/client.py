@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass
@@ -164,9 +164,7 @@ class TrainerClient:
 
     async def snapshot(self, model: LoadedModel, directory: Path) -> Awaitable[None]:
         """Implement the protocol; rank 0 writes."""
-        async with self._queue.grant(model.owner, model.model_id):
-            await self._require(model)
-            model.latest_work = next(self._numbers)
+        async with self._queue.grant(model.owner, model.model_id), self._working(model):
             writer = self._supervisor.children[0]
             await to_the_end(self._call_or_end(commands.Snapshot(model.model_id, directory)))
             written = asyncio.ensure_future(writer.call(commands.AwaitSnapshot(directory)))
@@ -203,17 +201,16 @@ class TrainerClient:
 
     async def _compute_microbatch(self, first: "_Request") -> None:
         """Compute one microbatch of this request. Others that wait for a grant may have datums in it."""
-        await self._require(first.model)
         batch_mates: list[_Request] = []
         if self._spec.shares_microbatches and asyncio.get_running_loop().time() > self._exclusive_until_s:
             unfinished = (request for request in self._requests.values() if not request.finished.done())
             waiting = (request for request in unfinished if request is not first and not request.model.is_lost)
             batch_mates = sorted(waiting, key=lambda mate: self._queue.priority(mate.model.owner, mate.model.model_id))
         requests = [first, *batch_mates]
-        new = tuple(request.new for request in requests if not request.admitted)
-        for request in requests:
-            request.admitted = True
-        with self._working(*(request.model for request in requests)):
+        async with self._working(*(request.model for request in requests)):
+            new = tuple(request.new for request in requests if not request.admitted)
+            for request in requests:
+                request.admitted = True
             command = commands.ComputeMicrobatch(new, tuple(request.new.number for request in requests))
             await to_the_end(self._run_microbatch(command))
 
@@ -304,32 +301,28 @@ class TrainerClient:
         if (model := self._models.pop(model_id, None)) is not None:
             model.is_lost = True
 
-    @contextlib.contextmanager
-    def _working(self, *models: LoadedModel) -> Iterator[None]:
-        """Count the block as work for these models."""
-        began = time.monotonic()
-        for model in models:
-            model.latest_work = next(self._numbers)
-        try:
-            yield
-        finally:
-            for model in set(models):
-                model.worked_s += time.monotonic() - began
-
-    async def _run(self, model: LoadedModel, command: Command[R]) -> R:
-        async with self._queue.grant(model.owner, model.model_id):
-            await self._require(model)
-            with self._working(model):
-                return await to_the_end(self._call_or_end(command))
-
-    async def _require(self, model: LoadedModel) -> None:
-        """Raise ModelLost if the model is lost. If a rank has died since the last command, end all of them."""
+    @contextlib.asynccontextmanager
+    async def _working(self, model: LoadedModel, *batch_mates: LoadedModel) -> AsyncIterator[None]:
+        """Count the block as work for these models. Raise ModelLost if `model` is lost. If a rank has died since the
+        last command, end all of them first."""
         if not self._supervisor.is_alive:
             await self._end()
         if model.is_lost:
             raise ModelLost(
                 f"{model.model_id} is no longer loaded: create it again, from a checkpoint to go on where it was"
             )
+        models, began = {model, *batch_mates}, time.monotonic()
+        for worked in models:
+            worked.latest_work = next(self._numbers)
+        try:
+            yield
+        finally:
+            for worked in models:
+                worked.worked_s += time.monotonic() - began
+
+    async def _run(self, model: LoadedModel, command: Command[R]) -> R:
+        async with self._queue.grant(model.owner, model.model_id), self._working(model):
+            return await to_the_end(self._call_or_end(command))
 
     async def _end(self) -> None:
         if self._models:

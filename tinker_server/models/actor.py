@@ -74,23 +74,22 @@ class Actor:
 
         Raises SequenceConflict, ShuttingDown, BadRequest, Busy.
         """
-        self._intake.require_open()
         self._num_arriving += 1
         try:
-            if operation.operation_kind == "unload_model":  # it makes room
+            await self._intake.admit(operation)
+            if operation.operation_kind == "unload_model":
                 accepted = await self._queue.enqueue(operation)
                 if accepted.is_new and not self._is_closing:
                     self._queue_unload(replace(operation, request_id=accepted.request_id))
                 return accepted.request_id
             lane = self.lane or await self._read_lane(operation.seq_id)
-            try:
-                await self._intake.require_room(operation)
-            except Busy:
-                lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
-                raise
             if not lane.takes(operation.operation_kind, operation.seq_id):
                 return await self._accept_late(operation)
             return await self._accept_in_order(lane, operation)
+        except Busy:
+            lane = self.lane or await self._read_lane(operation.seq_id)
+            lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
+            raise
         finally:
             self._num_arriving -= 1
 
@@ -100,7 +99,6 @@ class Actor:
             self._budget.enter(*counts)
         except Busy:
             if not lane.lets_in(number):
-                lane.put_off(number, asyncio.get_running_loop().time())
                 raise
             self._budget.enter(*counts, forced=True)
         accepted = None

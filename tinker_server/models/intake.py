@@ -11,6 +11,9 @@ from tinker_server.store.disk_account import DiskAccount
 from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.store import FutureStore
 
+STOPPING = "the server is stopping"
+"""The text of `ShuttingDown`."""
+
 
 @dataclass
 class Intake:
@@ -29,13 +32,13 @@ class Intake:
     is_closing: bool = False
     """True once the server stops: nothing more is accepted or begun."""
 
-    def require_open(self) -> None:
-        """Raise ShuttingDown."""
+    async def admit(self, operation: Operation) -> None:
+        """Raise ShuttingDown, or Busy for new work of an owner that has no room on the disk. A repeat takes no room,
+        and an unload makes some."""
         if self.is_closing:
-            raise ShuttingDown("the server is stopping")
-
-    async def require_room(self, operation: Operation) -> None:
-        """Raise Busy for new work of an owner that has no room on the disk. A repeat takes none."""
+            raise ShuttingDown(STOPPING)
+        if operation.operation_kind == "unload_model":
+            return
         try:
             await self.disk.require_room(operation.owner, operation.size_bytes + operation.answer_bytes)
         except Busy:

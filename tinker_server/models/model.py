@@ -157,14 +157,16 @@ class Model:
         Raises UnknownModel, LostModel, UnknownBaseModel; ModelLost where the trainer has ended since, and the model
         is restored the next time.
         """
-        run = self.run or await self._find()
-        trainer = self._trainer_of(run)
-        if run.status == "lost":
-            raise LostModel(f"model {self.id} was unloaded or given up; create it again from a checkpoint")
         if not self.is_in_memory:
-            run = await self._restore(run, trainer)
+            run = self.run or await self._find()
+            trainer = self._trainer_of(run)
+            if run.status == "lost":
+                raise LostModel(f"model {self.id} was unloaded or given up; create it again from a checkpoint")
+            await self._restore(run, trainer)
+        assert self.run is not None and self._trainer is not None, "a model in memory has a run and a trainer"
+        self._stores.storage.lease.require()
         self._worked_since_s = time.monotonic()
-        return run, trainer, self.handle
+        return self.run, self._trainer, self.handle
 
     async def create(self, run: TrainingRun, weights: Path | None, *, with_optimizer: bool) -> None:
         """Make the model, fresh or of saved weights. It is recorded once it is in memory, and is not in memory unless
@@ -285,7 +287,7 @@ class Model:
         self._stores.storage.lease.require()
         return self._trainer
 
-    async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
+    async def _restore(self, run: TrainingRun, trainer: Trainer) -> None:
         """Restore the model, however often the trainer ends meanwhile, as long as each try leaves a newer snapshot."""
         base = self._stores.bases.require_same(run.base_model, run.base_fingerprint, self.id)
         require_adapter(run.trainable, self.id)
@@ -307,7 +309,7 @@ class Model:
             if run.status != "active":
                 await self._stores.runs.mark_active(self.id)
             self._is_whole = True
-            return await self._find()
+            await self._find()
         finally:
             self.is_being_restored = False
 

@@ -25,8 +25,7 @@ class Samples:
         Raises SequenceConflict, ShuttingDown, BadRequest, Busy.
         """
         intake = self._intake
-        intake.require_open()
-        await intake.require_room(operation)
+        await intake.admit(operation)
         counts = _counts(operation)
         intake.admission.samples.enter(*counts)
         accepted = None

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Iterator
 
 from tinker_server.backends.protocol import ModelLost, Trainer
-from tinker_server.errors import DatabaseUnavailable, LostModel, Superseded
+from tinker_server.errors import DatabaseUnavailable, LostModel, ShuttingDown, Superseded
 from tinker_server.models.actor import Actor
-from tinker_server.models.intake import Intake
+from tinker_server.models.intake import STOPPING, Intake
 from tinker_server.models.model import Model, ModelStores
 from tinker_server.models.retries import Retries
 from tinker_server.models.samples import Samples
@@ -54,7 +54,8 @@ class Scheduler:
 
     def require_open(self) -> None:
         """Raise ShuttingDown."""
-        self._intake.require_open()
+        if self._intake.is_closing:
+            raise ShuttingDown(STOPPING)
 
     def cancel_waiting(self, lanes: Collection[str], error: Exception) -> int:
         """Fail the operations of these models and sampling sessions that wait, and their samples that run. Returns

@@ -54,7 +54,7 @@ async def create_sampling_session(
     request: CreateSamplingSessionRequest, server: Server, caller: Caller
 ) -> CreateSamplingSessionResponse:
     """Bind a sampling session to a base model or to saved weights, which are loaded when first used."""
-    await server.sessions.require_open(request.session_id, caller)
+    await server.sessions.require(request.session_id, caller, must_be_open=True)
     server.records.add(caller)
     found = await find_weights(server.weights, request.base_model, request.model_path, caller)
     sampler = SamplingSession(
@@ -112,7 +112,7 @@ async def asample(
         if request.seq_id is None:
             raise BadRequest("seq_id is missing: it identifies a sample of a sampling session")
         sampler = await server.samplers.require(operation.lane, caller)
-        await server.sessions.require_open(sampler.session_id, caller)
+        await server.sessions.require(sampler.session_id, caller, must_be_open=True)
         base_model = sampler.base_model
         params = request.sampling_params
         is_cut = sampler.directory is not None and (params.top_k > 0 or params.top_p < 1)

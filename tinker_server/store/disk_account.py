@@ -7,7 +7,7 @@ and from time to time. In between, what was stored since is added, and nothing i
 import asyncio
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class _Measure:
     stored_bytes: int
     """Bytes that had been stored since the server started."""
     limit_bytes: int
-    """Largest count of `DiskAccount` up to which the part has room."""
+    """Most bytes stored since then, or due as results of accepted operations, for which the part has room."""
     at: float
     """By the monotonic clock."""
 
@@ -40,16 +40,16 @@ class DiskAccount:
         self._clock = clock
         self._measures: dict[str, _Measure] = {}
         self._measuring: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._added: Counter[str] = Counter()
 
     async def require_room(self, owner: str, more_bytes: int) -> None:
         """Make room for so many bytes of new work if the owner's part is used up. Raises Busy if there is none."""
+        stored, due = self._futures.queue.stored_bytes, self._futures.queue.due_bytes
         measure = self._measures.get(owner)
-        if measure is not None and self._count(owner) + more_bytes <= measure.limit_bytes:
+        if measure is not None and stored[owner] + due[owner] + more_bytes <= measure.limit_bytes:
             return
         if measure is None or time.monotonic() - measure.at > AGAIN_S:
             measure = await self._measure(owner, more_bytes)
-        more_bytes += self._count(owner) - measure.stored_bytes
+        more_bytes += stored[owner] + due[owner] - measure.stored_bytes
         if not measure.part.has_room(more_bytes):
             raise Busy(
                 f"{measure.part.describe(owner, more_bytes)}: delete weights, unload models, or fetch results, which"
@@ -58,19 +58,14 @@ class DiskAccount:
 
     def add(self, owner: str, num_bytes: int) -> None:
         """Count bytes that were stored, beside bodies and results."""
-        self._added[owner] += num_bytes
+        self._futures.queue.stored_bytes[owner] += num_bytes
 
     async def sweep(self, now: float) -> None:
         """Delete large results that were fetched a while ago, and measure the owners that have stored anything."""
         await self._futures.expire_large(now)
         for owner, measure in list(self._measures.items()):
-            if self._count(owner) - self._futures.queue.due_bytes[owner] != measure.stored_bytes:
+            if self._futures.queue.stored_bytes[owner] != measure.stored_bytes:
                 await self._measure(owner, 0)
-
-    def _count(self, owner: str) -> int:
-        """Return the bytes that were stored since the server started, or will be as results of accepted operations."""
-        queue = self._futures.queue
-        return queue.stored_bytes[owner] + queue.due_bytes[owner] + self._added[owner]
 
     async def _measure(self, owner: str, more_bytes: int) -> _Measure:
         began = time.monotonic()
@@ -78,7 +73,7 @@ class DiskAccount:
             known = self._measures.get(owner)
             if known is not None and known.at > began:
                 return known  # measured while this waited
-            stored_bytes = self._count(owner) - self._futures.queue.due_bytes[owner]
+            stored_bytes = self._futures.queue.stored_bytes[owner]
             part = await self._holdings.part(owner)
             more_bytes += self._futures.queue.due_bytes[owner]
             if not part.has_room(more_bytes) and await self._futures.expire_fetched(

@@ -133,7 +133,7 @@ class SamplerStore:
 
     async def require(self, sampling_session_id: str, owner: str) -> SamplingSession:
         """Return a sampling session of the owner. Raises UnknownSampler."""
-        sampler = await self.get(sampling_session_id)
+        sampler = self._cached.get(sampling_session_id) or await self.get(sampling_session_id)
         if sampler.owner != owner:
             raise _unknown(sampling_session_id)
         return sampler

@@ -67,24 +67,21 @@ class SessionStore:
         reason = {"finish_reason": request.reason.type, "finish_detail": request.detail}
         await self._change(session_id, SessionRow.finished_at.is_(None), finished_at=time.time(), **reason)
 
-    async def require(self, session_id: str, owner: str) -> Session:
-        """Return a session of the owner. Raises UnknownSession."""
+    async def require(self, session_id: str, owner: str, *, must_be_open: bool = False) -> Session:
+        """Return a session of the owner. Raises UnknownSession, and with `must_be_open` SessionFinished for a session
+        that takes no new work."""
         session = self._cached.get(session_id) or await self.get(session_id)
         if session.owner != owner:
             raise _unknown(session_id)
+        if must_be_open and session.finished_at is not None:
+            why = f" ({session.finish_detail})" if session.finish_detail else ""
+            raise SessionFinished(f"session {session_id} was finished{why} and takes no new work")
         return session
 
     async def assign_project(self, session_id: str, project_id: str, owner: str) -> None:
         """Move a session, and with it its runs, to a project. Raises UnknownSession."""
         await self.require(session_id, owner)
         await self._change(session_id, project_id=project_id)
-
-    async def require_open(self, session_id: str, owner: str) -> None:
-        """Raise UnknownSession, or SessionFinished for a session that takes no new work."""
-        session = await self.require(session_id, owner)
-        if session.finished_at is not None:
-            why = f" ({session.finish_detail})" if session.finish_detail else ""
-            raise SessionFinished(f"session {session_id} was finished{why} and takes no new work")
 
     async def last_heartbeat(self, session_id: str) -> float:
         """Return the time of the last heartbeat, written or not. Raises UnknownSession."""

@@ -48,12 +48,12 @@ class ModelQueue:
         if operation.operation_kind == "unload_model":
             model_id = model_id.removesuffix(UNLOAD_SUFFIX)
         run = await self.server.runs.require(model_id, self.caller)
-        await self.server.sessions.require_open(run.session_id, self.caller)
+        await self.server.sessions.require(run.session_id, self.caller, must_be_open=True)
         return UntypedFuture(request_id=await self.server.scheduler.actor(model_id).accept(operation))
 
     async def accept_new(self, operation: Operation, session_id: str) -> UntypedFuture:
         """Queue an operation that makes a model. Raises UnknownSession, SessionFinished, and Busy."""
-        await self.server.sessions.require_open(session_id, self.caller)
+        await self.server.sessions.require(session_id, self.caller, must_be_open=True)
         self.server.records.add(self.caller, operation.size_bytes)
         return UntypedFuture(request_id=await self.server.scheduler.actor(operation.lane).accept(operation))
 
@@ -93,8 +93,10 @@ class Body:
         # One long copy of a large body, during which Python lets other threads run.
         body: bytes = await off_loop(caller, sum(map(len, pieces)), b"".join, pieces)
         is_zstd = http.headers.get("content-encoding", "").strip().lower() == "zstd"
-        limit = largest_body(http.url.path, settings.max_body_bytes)
-        size_bytes = wire.frame_content_bytes(body, limit) if is_zstd else len(body)
+        size_bytes = len(body)
+        if is_zstd:
+            limit = largest_body(http.url.path, settings.max_body_bytes)
+            size_bytes = wire.frame_content_bytes(body, limit)
         async with models.server.ledger.decoding(caller, size_bytes):
             if is_zstd:
                 body = await off_loop(caller, len(body), wire.decompress, body, limit)

@@ -105,7 +105,7 @@ class Copying:
                 made_by = "copy_weights"
                 return await make_finished_session(self._sessions, made_by, project_id, idempotency_key, owner), 0
             case None, str(session_id), int(number):
-                await self._sessions.require_open(session_id, owner)
+                await self._sessions.require(session_id, owner, must_be_open=True)
                 return session_id, number
         raise BadRequest("copy_weights takes either destination_project_id, or session_id and model_seq_id")
 

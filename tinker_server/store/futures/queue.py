@@ -66,7 +66,7 @@ class FutureQueue:
         self.last_position = 0
         """The largest position in a log that was given."""
         self.stored_bytes: Counter[str] = Counter()
-        """By owner, bytes of bodies and results that were stored since the server started."""
+        """By owner, bytes of bodies, results and metrics that were stored since the server started."""
         self.due_bytes: Counter[str] = Counter()
         """By owner, bytes of results that accepted operations will have."""
         self.flush = self._results.flush

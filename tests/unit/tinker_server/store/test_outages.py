@@ -249,11 +249,11 @@ async def test_a_session_is_finished_once_the_database_says_so(house: House) -> 
     finish = FinishSessionRequest(reason=FinishReason(type="success"))
     with house.locked(), pytest.raises(DatabaseUnavailable):
         await house.sessions.finish(session_id, finish, OWNER)
-    await house.sessions.require_open(session_id, OWNER)
+    await house.sessions.require(session_id, OWNER, must_be_open=True)
     await house.sessions.finish(session_id, finish, OWNER)
     for store in (house.sessions, SessionStore(house.db)):
         with pytest.raises(SessionFinished):
-            await store.require_open(session_id, OWNER)
+            await store.require(session_id, OWNER, must_be_open=True)
 
 
 async def test_cached_sessions_are_bounded_by_their_bytes_and_all_can_be_found(house: House) -> None:
@@ -266,4 +266,4 @@ async def test_cached_sessions_are_bounded_by_their_bytes_and_all_can_be_found(h
     names.append(await store.create(large, None, OWNER))
     assert 1 < len(store._cached) < 5, "they are counted, not weighed"
     for name in names:
-        await store.require_open(name, OWNER)
+        await store.require(name, OWNER, must_be_open=True)

@@ -240,14 +240,14 @@ async def test_a_session_lives_until_it_is_finished(db: Database) -> None:
     assert await store.create(CreateSessionRequest(), None, OWNER) != session_id
     await store.heartbeat(session_id, OWNER)
     await store.save_heartbeats()
-    await store.require_open(session_id, OWNER)
+    await store.require(session_id, OWNER, must_be_open=True)
     await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="errored"), detail="d"), OWNER)
     await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="success")), OWNER)
     again = SessionStore(db)
     with pytest.raises(HeartbeatEnded):
         await again.heartbeat(session_id, OWNER)
     with pytest.raises(SessionFinished):
-        await again.require_open(session_id, OWNER)
+        await again.require(session_id, OWNER, must_be_open=True)
     with pytest.raises(UnknownSession):
         await again.heartbeat("other", OWNER)
 
