@@ -5,7 +5,9 @@ JSON lists and protobuf bytes become numpy arrays here and in `wire.py`; all oth
 
 import base64
 import binascii
+import hashlib
 import math
+from functools import cached_property
 from typing import Annotated, Literal
 
 import numpy as np
@@ -107,6 +109,11 @@ class ImageChunk(Request):
     """Height in pixels, sent by clients before 0.6 and ignored: the file decides."""
     width: Integer | None = None
     """Width in pixels, sent by clients before 0.6 and ignored: the file decides."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of the file, which names the image in caches."""
+        return hashlib.sha256(self.data).hexdigest()
 
     @model_validator(mode="before")
     @classmethod

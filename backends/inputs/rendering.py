@@ -7,7 +7,6 @@ and no tokenizer.
 T tokens
 """
 
-import hashlib
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -200,7 +199,7 @@ class Renderer:
     def _image(
         self, vision: Vision, chunk: ImageChunk, span: ImageSpan, known: Container[str], at: str
     ) -> RenderedImage:
-        key = _key(chunk)
+        key = chunk.sha256
         if key in known:
             self._prefetcher.cancel(key)
             return RenderedImage(key, vision.sizes_of_image(span))
@@ -230,8 +229,4 @@ def images_of(model_input: ModelInput, layout: Layout) -> Iterator[tuple[str, by
     """Yield the hash, the file and the span of each image of an input."""
     chunks = [chunk for chunk in model_input.chunks if isinstance(chunk, ImageChunk)]
     for chunk, span in zip(chunks, layout.spans, strict=True):
-        yield _key(chunk), chunk.data, span
-
-
-def _key(chunk: ImageChunk) -> str:
-    return hashlib.sha256(chunk.data).hexdigest()
+        yield chunk.sha256, chunk.data, span
