@@ -75,6 +75,9 @@ class BaseModelInfo:
     """True if models may train the vision tower."""
     lora_layout: Layout = "own"
     """Layout of new models whose request does not say; `own` where both are the same."""
+    expert_slots: Layout = "own"
+    """Form of the engine's slots: `service` if they have the factors that a layer's experts share once. Adapters of
+    experts with factors of their own have no place there; `own` takes both."""
     numerics: Mapping[str, str] = field(default_factory=dict)
     """Settings and versions of libraries on which the numbers of training depend."""
 

@@ -23,6 +23,14 @@ class LoadsWrongly(Worker):
             _spoil(manager, name, other, how, times)
         return names
 
+    def expert_slots(self) -> dict[str, list[tuple[int, ...]]]:
+        """The shapes of the slots of experts, by the side of their factors."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        layers = [module for module in manager.modules.values() if isinstance(module, FusedMoEWithLoRA)]
+        hidden = [one for layer in layers for one in (*layer.w13_lora_a_stacked, *layer.w2_lora_b_stacked)]
+        inner = [one for layer in layers for one in (*layer.w13_lora_b_stacked, *layer.w2_lora_a_stacked)]
+        return {"hidden": [tuple(one.shape) for one in hidden], "inner": [tuple(one.shape) for one in inner]}
+
 
 def _spoil(manager: Any, name: str, other: str, how: str, times: int) -> None:
     module = manager.modules[name]

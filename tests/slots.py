@@ -1,6 +1,6 @@
 """An engine in bfloat16 whose slots can be filled wrongly, and models of a trainer to fill them with."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,12 @@ from tinker_server.backends.trainer.rank import TrainerRank
 
 
 @asynccontextmanager
-async def running_engine(source: Path, renderer: Renderer, scratch: Path) -> AsyncIterator[AsyncLLM]:
+async def running_engine(
+    source: Path, renderer: Renderer, scratch: Path, *, expert_slots: Layout = "own"
+) -> AsyncIterator[AsyncLLM]:
     """With two slots, of a decoder, its head and a vision tower."""
     wanted = replace(sampler_config(source, scratch), dtype="bfloat16", adapter_slots=1, trains_vision=True)
+    wanted = replace(wanted, expert_slots=expert_slots)
     arguments = engine_args(wanted, renderer.family.vision)
     arguments.worker_cls = "tests.loading_wrongly.LoadsWrongly"
     with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
@@ -51,16 +54,15 @@ def trained_scores(rank: TrainerRank, model_id: str, token_ids: list[int]) -> np
     return scores[:-1]
 
 
-LAYOUTS: tuple[Layout, Layout] = ("own", "service")
-
-
-def seeing_trainer(source: Path, *change_sizes: float) -> TrainerRank:
-    """In bfloat16, of models `m0`, `m1` and so on that train the tower, each tensor off its start by so much. Every
-    second shares factors of experts."""
+def seeing_trainer(source: Path, *change_sizes: float, layouts: Sequence[Layout] = ("own", "service")) -> TrainerRank:
+    """In bfloat16, of models `m0`, `m1` and so on that train the tower, each tensor off its start by so much, and of
+    these layouts in turn."""
     settings = replace(config(source), dtype="bfloat16", trains_vision=True)
     rank = TrainerRank(settings, World(0, 1, torch.device("cpu")))
     for number, size in enumerate(change_sizes):
-        rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True, layout=LAYOUTS[number % 2]))
+        rank.create_model(
+            f"m{number}", Trainable(rank=8, seed=number, train_vision=True, layout=layouts[number % len(layouts)])
+        )
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for half in lora_model(rank, f"m{number}").tensors.values():

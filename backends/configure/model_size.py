@@ -64,6 +64,8 @@ class ModelSize:
     """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
     lora_layout: Layout = "service"
     """Layout of the models for which memory is planned."""
+    expert_slots: Layout = "own"
+    """Form of the engine's slots for experts."""
     packed_numbers: int = 0
     """Numbers of the base that stay in fp8."""
     packed_bytes: int = 0
@@ -119,8 +121,15 @@ class ModelSize:
                 inputs = -(-inputs // pieces)
             elif matrix.name != _HEAD:
                 outputs = -(-outputs // pieces)
-            total += matrix.count * (inputs + outputs)
+            total += matrix.count * (inputs + outputs) - self._shared_numbers(matrix)
         return total * rank * self.number_bytes
+
+    def _shared_numbers(self, matrices: LoraMatrices) -> int:
+        """Return the numbers per rank that slots save of experts' matrices: those of the hidden side but for one expert
+        of each layer, on every rank of an engine."""
+        if matrices.name != _EXPERTS or self.expert_slots == "own":
+            return 0
+        return (matrices.count - matrices.count // self.numbers.num_experts) * self.hidden
 
     def rank_numbers(self, tensor_parallel: int) -> int:
         """Return the numbers of the base in each of so many ranks of an engine, at most. In most kinds each has the

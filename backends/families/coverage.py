@@ -53,6 +53,9 @@ class Numbers:
     """Numbers per LoRA rank that PEFT's form of a `service` adapter has beside those of `own`: in the blocks of linears
     with adapters of some rows."""
 
+    num_experts: int = 0
+    """Experts of a layer."""
+
     @cached_property
     def adapter(self) -> int:
         """Numbers of an adapter that trains all modules, per LoRA rank, if each expert has its own."""
@@ -115,7 +118,8 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     all_gathered = _count(model) - sum(layers) + 2 * max(layers)
     text = nn.ModuleList([model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()])
     differences = _compare_layouts(model, modules)
-    return Numbers(_count(model), _count(model) - _count(text), matrices, all_gathered, *differences)
+    num_experts = max((len(module.down_proj) for module in model.modules() if has_stacked_experts(module)), default=0)
+    return Numbers(_count(model), _count(model) - _count(text), matrices, all_gathered, *differences, num_experts)
 
 
 def _compare_layouts(model: PreTrainedModel, modules: Iterable[str]) -> tuple[int, bool, int]:

@@ -2,11 +2,11 @@
 
 36 layers become 14 tensors instead of 504. Writing is then bandwidth-bound; 504 single tensors take 1.5x as long, and
 the engine 10 ms more to find them in the file. In a mixture's layer all experts are one target module; a factor that
-they share is in files once, and is repeated for each when it is read. A large adapter is several files, written in
-parallel: the time goes into the system's allocation of memory. All other files have PEFT's names, and stacks of experts
-that share a factor; of exports, the adapters of parts of a linear in one of the whole.
+they share is in files once. A large adapter is several files, written in parallel: the time goes into the system's
+allocation of memory. All other files have PEFT's names, and stacks of experts that share a factor; of exports, the
+adapters of parts of a linear in one of the whole.
 
-L matrices of a stacked tensor, r rank, I inputs, O outputs
+L matrices of a stacked tensor, r rank, I inputs, O outputs, E experts
 """
 
 import json
@@ -19,7 +19,6 @@ from typing import Protocol
 from safetensors import safe_open
 from torch import Tensor
 
-from tinker_server.api_schemas.adapter_names import is_stack
 from tinker_server.api_schemas.divided_linears import from_header, parts_of_whole
 from tinker_server.backends.formats.part_of_whole import take_part
 from tinker_server.backends.protocol import ADAPTER_FILE
@@ -88,8 +87,8 @@ class _File(AdapterFile, Protocol):
 
 @contextmanager
 def open_adapter(path: str, framework: str) -> Iterator[AdapterFile]:
-    """Open an adapter as `safe_open` does: tensors named as in PEFT's form, but those of a layer's experts in one, and
-    those of a divided linear apart."""
+    """Open an adapter as `safe_open` does: tensors named as in PEFT's form, but those of a layer's experts in one, a
+    factor that these share once, and those of a divided linear apart."""
     with ExitStack() as opened:
         first = opened.enter_context(safe_open(path, framework=framework))
         if _KEY not in (first.metadata() or {}):
@@ -118,21 +117,17 @@ class _PlainAdapter:
         return list(self._wholes)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor; if experts share it, for each of them."""
+        """Read a tensor."""
         if (whole := self._wholes.get(name)) is not None:
             return take_part(name, whole, self._file.get_tensor, self._divided).contiguous()
-        tensor = self._file.get_tensor(name)
-        if not is_stack(name) or len(tensor) != 1:
-            return tensor
-        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
-        return _repeat(tensor, len(self._file.get_tensor(other)))
+        return self._file.get_tensor(name)
 
 
 class _StackedAdapter:
     """Each tensor under its own name, from opened files."""
 
     def __init__(self, files: Sequence[_File]) -> None:
-        self._views: Mapping[str, tuple[Tensor, int | None]] = {
+        self._views: Mapping[str, Tensor] = {
             f"{name}.lora_{half}.weight": view
             for file in files
             for number, targets in enumerate(json.loads(file.metadata()[_KEY]))
@@ -145,21 +140,15 @@ class _StackedAdapter:
         return list(self._views)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return A [r, I] or B [O, r]; for experts [E, r, I] or [E, O, r]."""
-        view, num_experts = self._views[name]
-        return view if num_experts is None else _repeat(view, num_experts)
+        """Return A [r, I] or B [O, r]; for experts [E, r, I] or [E, O, r], if they share it of one."""
+        return self._views[name]
 
 
-def _repeat(experts: Tensor, num_experts: int) -> Tensor:
-    """Return a matrix for each expert, if all share one."""
-    return experts if len(experts) == num_experts else experts.repeat(num_experts, 1, 1)
-
-
-def _views(targets: TargetModules, stack: Tensor) -> Iterator[tuple[str, tuple[Tensor, int | None]]]:
-    """Yield each target module's matrices, and the number of its experts."""
+def _views(targets: TargetModules, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each target module's matrices."""
     of_each = stack.split(len(stack) // len(targets))
     for (name, num_experts), matrices in zip(targets, of_each, strict=True):
-        yield name, (matrices[0] if num_experts is None else matrices, num_experts)
+        yield name, matrices[0] if num_experts is None else matrices
 
 
 def _others(num_files: int) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ from tests.trainers import (
     trainer,
 )
 from tinker_server.api_schemas.inputs import Datum
-from tinker_server.api_schemas.training import Trainable
+from tinker_server.api_schemas.training import Layout, Trainable
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.backends.trainer.distributed import World
@@ -191,24 +191,31 @@ def test_two_ranks_are_as_one(source: Path) -> None:
 
 
 IN_ENGINE = ("Qwen3 MoE", "Qwen3.5", "Qwen3.5 MoE", "Nemotron-3", "DeepSeek-V3", "gpt-oss")
-OF_ALL_MODULES = {name: lora.model_copy(update={"train_mlp": name != "attention"}) for name, lora in ADAPTERS.items()}
+WITHOUT_EXPERTS: Mapping[Layout, tuple[str, ...]] = {"own": ("attention",), "service": ("attention", "own")}
+"""Models that train none, so that slots of each form take them."""
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slots", get_args(Layout))
 @pytest.mark.parametrize("family", IN_ENGINE)
-async def test_the_engine_scores_the_services_modules_as_the_trainer(family: str, tmp_path: Path) -> None:
+async def test_the_engine_scores_the_services_modules_as_the_trainer(
+    family: str, slots: Layout, tmp_path: Path
+) -> None:
     source = FAMILIES[family](tmp_path / "model")
     renderer = make_renderer(source)
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
-    rank = trained(trainer(source, dtype=dtype), OF_ALL_MODULES)
-    for name in OF_ALL_MODULES:
+    models = {
+        name: lora.model_copy(update={"train_mlp": name not in WITHOUT_EXPERTS[slots]})
+        for name, lora in ADAPTERS.items()
+    }
+    rank = trained(trainer(source, dtype=dtype), models)
+    for name in models:
         rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
         rank.save_sampler_weights(name, tmp_path / f"{name}-export" / export.PEFT, for_elsewhere=True)
         export.write_both_forms(tmp_path / f"{name}-export")
-    directories = [
-        (name, tmp_path / f"{name}{form}") for name in OF_ALL_MODULES for form in ("", f"-export/{export.PEFT}")
-    ]
-    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype), fork_sampler)
+    directories = [(name, tmp_path / f"{name}{form}") for name in models for form in ("", f"-export/{export.PEFT}")]
+    spec = replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype, expert_slots=slots)
+    running = SamplerPool(spec, fork_sampler)
     await running.start()
     try:
         differences = []

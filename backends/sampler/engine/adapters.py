@@ -19,6 +19,7 @@ from tinker_server.backends.formats.stacked_adapters import AdapterFile, other_f
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WHOLE_MODEL, BackendFailed, InvalidInput
 from tinker_server.backends.sampler.engine.sequences import check_scores
+from tinker_server.backends.sampler.engine.vllm_patches.lora import OWN_EXPERTS
 
 _MAX_NAMES = 5
 """Names in one error."""
@@ -88,6 +89,9 @@ class AdapterLoader:
             raise
         except Exception as error:  # whatever vLLM meets in the files; the engine lives
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            if OWN_EXPERTS in reason:
+                refusal = reason[reason.index(OWN_EXPERTS) :]
+                raise InvalidInput(f"the sampler cannot load these weights: {refusal}") from None
             raise BackendFailed(f"the sampler cannot load these weights: {reason}") from error
         if ignored:
             others = f" and {len(ignored) - _MAX_NAMES} others" if len(ignored) > _MAX_NAMES else ""

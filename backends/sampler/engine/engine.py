@@ -131,6 +131,7 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, object]
         "enable_tower_connector_lora": bool(tower),
         # Adapters of experts are matrix by matrix, whatever form the model's have.
         "enable_mixed_moe_lora_format": True,
+        "enable_moe_shared_loras": config.expert_slots == "service",
     }
 
 

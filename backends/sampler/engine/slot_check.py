@@ -4,6 +4,9 @@ A slot that is left out, mixed up, scaled twice or filled from another adapter g
 in bfloat16 too close to the right ones for any text to tell. The files are read again here, and not compared with what
 vLLM keeps of them.
 
+Slots and files each have the factors that a layer's experts share once, or one of each expert: they are compared
+expert by expert.
+
 The ranks of an engine each have a part of B's outputs in most layers, and of A's inputs in those that add up all
 ranks' outputs. The sizes and the rank alone say which part, not vLLM's own slicing.
 
@@ -38,7 +41,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 _MAX_NAMES = 5
 """Names in one error."""
 Part = tuple[Tensor, Tensor]
-"""A linear's A [r, I] and B [O, r], for experts [E, r, I] and [E, O, r], as the engine is to have them."""
+"""A linear's A [r, I] and B [O, r], for experts [E, r, I] and [E, O, r], E being 1 if all share it, as the engine is to
+have them."""
 
 
 class SlotCheck:

@@ -6,6 +6,7 @@ pytest tests/contract/sampler/test_tower_and_expert_slots.py
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from tests.factories import cross_entropy, datum, make_renderer, present
 from tests.models import make_tiny_vl
 from tests.slots import BFLOAT16_NATS, running_engine, seeing_trainer, trained_scores
 from tests.trainers import forward_backward
+from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.formats.load_check import LoadCheck
 from tinker_server.backends.formats.stacked_adapters import open_adapter
 from tinker_server.backends.inputs.rendering import Renderer
-from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
+from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
 from tinker_server.backends.sampler.engine.adapters import AdapterLoader
 from tinker_server.backends.sampler.engine.sequences import score
 from tinker_server.backends.sampler.engine.versions import VersionCache
@@ -46,16 +48,26 @@ def seeing(source: Path) -> Renderer:
     return make_renderer(source)
 
 
+@pytest.fixture(scope="module", params=get_args(Layout))
+def slots(request: pytest.FixtureRequest) -> Layout:
+    """The form of the engine's."""
+    form: Layout = request.param
+    return form
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(source: Path, seeing: Renderer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncLLM]:
-    async with running_engine(source, seeing, tmp_path_factory.mktemp("scratch")) as running:
+async def engine(
+    slots: Layout, source: Path, seeing: Renderer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AsyncLLM]:
+    async with running_engine(source, seeing, tmp_path_factory.mktemp("scratch"), expert_slots=slots) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def rank(source: Path) -> TrainerRank:
-    """`m0` and `m1` as after a few steps, `m2` and `m3` as after many."""
-    return seeing_trainer(source, 1e-4, 1e-4, 0.05, 0.05)
+def rank(slots: Layout, source: Path) -> TrainerRank:
+    """`m0` and `m1` as after a few steps, `m2` and `m3` as after many, of the layouts that have a place."""
+    layouts: tuple[Layout, ...] = ("own", "service") if slots == "own" else ("service",)
+    return seeing_trainer(source, 1e-4, 1e-4, 0.05, 0.05, layouts=layouts)
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +105,27 @@ async def test_what_was_trained_and_saved_is_what_the_slots_hold(engine, adapter
             np.testing.assert_allclose(await scores(engine, adapters, weights), wanted, rtol=0, atol=BFLOAT16_NATS)
 
 
-async def test_experts_that_are_saved_matrix_by_matrix_are_the_same(engine, adapters, saved, rank, tmp_path):
-    rank.save_sampler_weights("m0", tmp_path / "apart", for_elsewhere=True)
+async def test_experts_with_factors_of_their_own_are_the_same_from_each_form_or_refused(
+    engine, adapters, slots, source, tmp_path
+):
+    own = seeing_trainer(source, 1e-4, layouts=("own",))
+    own.save_sampler_weights("m0", tmp_path / "stacks", for_elsewhere=False)
+    own.save_sampler_weights("m0", tmp_path / "apart", for_elsewhere=True)
     with safe_open(tmp_path / "apart" / ADAPTER_FILE, "pt") as file:
         assert any("experts.7.up_proj" in name for name in file.keys())  # noqa: SIM118 - the file is no mapping
-    apart = await scores(engine, adapters, tmp_path / "apart")
-    assert apart == await scores(engine, adapters, saved["m0"])
+    if slots == "own":
+        apart = await scores(engine, adapters, tmp_path / "apart")
+        assert apart == await scores(engine, adapters, tmp_path / "stacks")
+        return
+    for form in ("stacks", "apart"):
+        with pytest.raises(InvalidInput, match=r"their experts have factors of their own .* those of .*experts differ"):
+            await load(adapters, tmp_path / form)
+
+
+async def test_slots_have_factors_that_experts_share_once(engine, slots):
+    shapes = (await engine.collective_rpc("expert_slots"))[0]
+    once = 1 if slots == "service" else 8
+    assert {shape[1] for shape in shapes["hidden"]} == {once} and {shape[1] for shape in shapes["inner"]} == {8}
 
 
 async def test_factors_that_experts_share_are_the_same_from_each_form(engine, adapters, saved, rank, tmp_path):

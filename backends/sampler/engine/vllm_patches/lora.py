@@ -7,15 +7,17 @@
 3. A head that stands beside a decoder, not in it, gets no LoRA.
 4. Files with an adapter for the head are refused for some models (Mistral, Gemma) whose head vLLM wraps.
 5. Adapters of a mixture's experts from files with one tensor for each matrix of a layer. Expert by expert, as PEFT
-   names them, 48 layers have 37,000 tensors, which vLLM reads, names and copies together one by one. It takes stacks
-   only where all experts share one adapter. Here each expert has its own; files expert by expert load as before.
+   names them, 48 layers have 37,000 tensors, which vLLM reads, names and copies together one by one. Slots have the
+   factors that a layer's experts share once, or a factor of each expert, and take both forms of files. vLLM takes
+   stacks for slots of shared factors alone, nothing else for these, and silently the first expert's of factors that
+   differ: they are refused here.
 6. A slot is compared with the adapter's files when it has been filled (`slot_check.py`).
 7. Rows of an input projection of linear attention that have adapters of their own, as in the hosted service
    (`families/linear_attention.py`), get the slices that vLLM fills from one adapter of all rows.
 8. Of a merged linear with one part alone, as some linear attention has, each of several ranks gets two
    pieces of B, as if gate stood above up.
 
-N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
+N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots, E experts
 """
 
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import process_packed_modules_mapping
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from tinker_server.backends.families.linear_attention import ENGINE_SLICES, engine_slices
@@ -35,6 +38,11 @@ from tinker_server.backends.families.lora_names import EXPERT_STACKS
 from tinker_server.backends.sampler.engine.slot_check import SlotCheck
 
 HEAD = "lm_head"
+OWN_EXPERTS = (
+    "their experts have factors of their own (LoRA layout own), and the engine's slots are for factors that the experts"
+    " of a layer share (setting backend.lora_layout service; own takes both)"
+)
+"""Begins the refusal of such an adapter."""
 
 
 class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
@@ -56,6 +64,9 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
         return self.check.activate(lora_id, super().activate_adapter)
 
     def _create_lora_modules(self) -> None:
+        if self._enable_moe_shared_loras:  # of the layers alone: the manager would take no files expert by expert
+            self._enable_moe_shared_loras = False
+            self.packed_modules_mapping = process_packed_modules_mapping(self.model, force_2d_moe=True)
         self.packed_modules_mapping = {"qkv": ["qkv"], **self.packed_modules_mapping}
         super()._create_lora_modules()
         for module in self.modules.values():
@@ -79,6 +90,23 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
                 found += [None] * (module.n_slices - len(parts))
                 lora_model.loras[layer] = PackedLoRALayerWeights.pack(found)
         super()._create_merged_loras_inplace(lora_model)
+        for layer, module in self.modules.items():
+            if isinstance(module, FusedMoEWithLoRA) and layer in lora_model.loras:
+                _fit_experts(lora_model.loras[layer], module, layer)
+
+
+def _fit_experts(packed: PackedLoRALayerWeights, module: FusedMoEWithLoRA, layer: str) -> None:
+    """Give the factors of a layer's experts the form of the slots: those on the hidden side once or for each expert,
+    the others for each. Raises ValueError if they have no such form."""
+    num_experts, is_shared = module.local_num_experts, module.enable_moe_shared_loras
+    for factors, of_hidden in ((packed.lora_a, (0, 2)), (packed.lora_b, (1,))):  # of gate, down and up
+        for place, factor_EMN in enumerate(factors):
+            if not (is_shared and place in of_hidden):
+                factors[place] = factor_EMN.expand(num_experts, -1, -1)
+            elif len(factor_EMN) > 1:
+                if not (factor_EMN == factor_EMN[:1]).all():
+                    raise ValueError(f"{OWN_EXPERTS}: those of {layer} differ")
+                factors[place] = factor_EMN[:1].clone()
 
 
 def _pack_experts(stacks: list[LoRALayerWeights | None], layer: str) -> PackedLoRALayerWeights:

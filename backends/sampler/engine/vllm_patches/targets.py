@@ -68,6 +68,13 @@ MERGED_EXPERTS = Patch(
     "Stacked experts are taken only where all experts share one adapter; 48 layers of single ones are 37,000 tensors.",
     how="overridden",
 )
+SHARED_EXPERTS = Patch(
+    "shared-expert-slots",
+    "vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin:LoRAExpertsMixin",
+    "c0a03bdb7ef547a6fac3f6a129e799046b40c5ac56b724b24b7c425ebcd67eb5",
+    "Factors that a layer's experts share are in a slot once; kernels read them for every expert.",
+    how="relied on",
+)
 WRAPPED_MODULES = Patch(
     "tower-qkv",
     "vllm.lora.model_manager:LoRAModelManager._create_lora_modules",

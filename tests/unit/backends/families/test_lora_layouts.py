@@ -18,6 +18,7 @@ from tests.submitting import server
 from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.families.coverage import Numbers
 from tinker_server.command_line import parse, read_settings
 
 PLANNED = (
@@ -48,7 +49,25 @@ def test_the_memory_of_a_mixtures_models_is_planned_by_their_layout() -> None:
     size = shape("Qwen/Qwen3-30B-A3B")
     own = replace(size, lora_layout="own")
     assert own.adapter_numbers(32) - size.adapter_numbers(32) == 32 * (51_904_512 - 14_450_688)
-    assert own.slot_bytes(32) == size.slot_bytes(32)  # the engine's slots have the factor of each expert
+
+
+def test_the_memory_of_slots_is_planned_by_their_form() -> None:
+    size = replace(shape("Qwen/Qwen3-30B-A3B"), expert_slots="own")
+    shared = replace(size, expert_slots="service")
+    others = 835_584 + 153_984  # of attention and head
+    assert size.slot_bytes(32) == 2 * 32 * (51_904_512 + others)
+    assert shared.slot_bytes(32) == 2 * 32 * (14_450_688 + others)
+    # Ranks divide the inner side; each has the whole factors that are shared.
+    hidden, inner, layers = 2048, 768, 48
+    of_experts = [
+        half.slot_bytes(1, 2) - replace(half, numbers=_without_experts(half.numbers)).slot_bytes(1, 2)
+        for half in (size, shared)
+    ]
+    assert of_experts == [2 * 3 * layers * (128 * (hidden + inner // 2)), 2 * 3 * layers * (hidden + 128 * inner // 2)]
+
+
+def _without_experts(numbers: Numbers) -> Numbers:
+    return replace(numbers, matrices=tuple(one for one in numbers.matrices if one.name != "experts"))
 
 
 def test_the_environment_sets_the_layout_of_new_models(monkeypatch: pytest.MonkeyPatch) -> None:

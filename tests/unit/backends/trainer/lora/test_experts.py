@@ -167,7 +167,7 @@ def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(
                 of_each = [adapter.tensors[f"{experts}.{i}.{name}.{half}.weight"] for i in range(8)]
                 wanted[stack] = torch.stack(of_each)
             else:
-                wanted[stack] = adapter.tensors[stack].expand(8, -1, -1)
+                wanted[stack] = adapter.tensors[stack]
     write_adapter(tmp_path, adapter.tensors, adapter.config, "base", adapter.file_metadata)
     with open_adapter(str(tmp_path / ADAPTER_FILE), "pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
