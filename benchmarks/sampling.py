@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,13 +62,13 @@ def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
 class Round:
     """The samples of one round: `groups` prompts, each `size` times."""
 
-    def __init__(self, groups: int, size: int, num_tokens: int, adapters: list[Path]) -> None:
+    def __init__(self, groups: int, size: int, num_tokens: int, adapters: Sequence[Path | None]) -> None:
         random = np.random.default_rng(0)
         self.size, self.num_tokens, self.adapters = size, num_tokens, adapters
         self.prompts = [random.integers(1, 250, 64, dtype=np.int32) for _ in range(groups)]
         self.tokens = groups * size * num_tokens
 
-    def adapter(self, group: int) -> Path:
+    def adapter(self, group: int) -> Path | None:
         return self.adapters[group % len(self.adapters)]
 
 
@@ -112,6 +113,7 @@ class Bare:
         async def one(group: int) -> None:
             self._count += 1
             weights = work.adapter(group)
+            assert weights is not None
             number = len(self._adapters) + 1
             adapter = self._adapters.setdefault(weights, self._request(weights.name, number, str(weights)))
             prompt = {"prompt_token_ids": work.prompts[group].tolist()}

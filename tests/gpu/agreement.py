@@ -4,14 +4,18 @@ The bounds are twice what vLLM and transformers differ by on one H200 with rando
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from tests.factories import datum
+from tests.factories import as_text, datum, prompt, words
 from tests.servers import sdk_input
+from tests.trainers import trainer
 from tests.training import logprobs_of
+from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence
 from tinker_server.backends.model_spec import Placement
+from tinker_server.backends.trainer.rank import TrainerRank
 
 MEAN, LARGEST = 0.03, 0.2
 ON_CUDA: dict[str, Any] = {
@@ -21,6 +25,9 @@ ON_CUDA: dict[str, Any] = {
     "kv_cache_bytes": 1 << 30,
 }
 """Settings of a sampler beside a trainer in the test's own process."""
+
+
+TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23, 300)}
 
 
 def share_kernels(scratch_dir: Path) -> Path:
@@ -70,3 +77,14 @@ def assert_close(what: str, found: np.ndarray) -> None:
     print(f"{what}: mean {found.mean():.4f}, max {found.max():.4f} nats over {len(found)} tokens")
     assert found.mean() < MEAN
     assert np.quantile(found, 0.95) < LARGEST
+
+
+def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
+    return trainer(source, device="cuda", dtype=dtype, **others)
+
+
+def drawn_datum(text: ModelInput, sequence: SampledSequence) -> Datum:
+    """A text and what was drawn after it."""
+    ids = np.concatenate([as_text(text.chunks[0]).tokens, sequence.tokens])
+    targets = {"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(len(ids) - 1, np.float32)}
+    return Datum(model_input=prompt(EncodedTextChunk(tokens=ids[:-1].astype(np.int32))), loss_fn_inputs=targets)

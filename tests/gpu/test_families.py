@@ -13,13 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
-from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, assert_close, of_text, scoring_datum
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
+from tests.gpu.agreement import (
+    LARGEST,
+    MEAN,
+    ON_CUDA,
+    TEXTS,
+    assert_close,
+    drawn_datum,
+    of_text,
+    on_cuda,
+    scoring_datum,
+)
 from tests.models import DIVIDED, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config, scores_of, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
-from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from tinker_server.api_schemas.sampling import SampledSequence
+from tinker_server.api_schemas.inputs import Datum, ModelInput
 from tinker_server.backends.formats.load_check import LoadCheck, text_input
 from tinker_server.backends.model_spec import Placement
 from tinker_server.backends.protocol import BackendFailed
@@ -27,7 +36,6 @@ from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
-TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23, 300)}
 WINDOWED = ("Mistral", "Gemma 3", "Qwen2 MoE", "gpt-oss")
 """Decoders with windows, which are shorter than most texts; the last one with sinks."""
 CAPPED = "Gemma 2"
@@ -49,10 +57,6 @@ SAMPLED = (
 )
 """One of each: experts, with images too, linear attention, both, Mamba2, with experts too, windows in the vision tower,
 tiles of an image, images whose tokens see each other, scaled logits, and latent attention."""
-
-
-def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
-    return trainer(source, device="cuda", dtype=dtype, **others)
 
 
 def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(tmp_path: Path) -> None:
@@ -248,13 +252,6 @@ async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_
     assert found["replayed"].mean() < MEAN
     assert found["replayed"].max() < LARGEST
     assert found["replayed"].mean() < found["plain"].mean() / 2
-
-
-def drawn_datum(text: ModelInput, sequence: SampledSequence) -> Datum:
-    """A text and what was drawn after it."""
-    ids = np.concatenate([as_text(text.chunks[0]).tokens, sequence.tokens])
-    targets = {"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(len(ids) - 1, np.float32)}
-    return Datum(model_input=prompt(EncodedTextChunk(tokens=ids[:-1].astype(np.int32))), loss_fn_inputs=targets)
 
 
 def scored_rows(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
