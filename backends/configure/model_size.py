@@ -121,10 +121,10 @@ class ModelSize:
                 inputs = -(-inputs // pieces)
             elif matrix.name != _HEAD:
                 outputs = -(-outputs // pieces)
-            total += matrix.count * (inputs + outputs) - self._shared_numbers(matrix)
+            total += matrix.count * (inputs + outputs) - self._count_shared(matrix)
         return total * rank * self.number_bytes
 
-    def _shared_numbers(self, matrices: LoraMatrices) -> int:
+    def _count_shared(self, matrices: LoraMatrices) -> int:
         """Return the numbers per rank that slots save of experts' matrices: those of the hidden side but for one expert
         of each layer, on every rank of an engine."""
         if matrices.name != _EXPERTS or self.expert_slots == "own":
