@@ -131,7 +131,7 @@ def perturb(rank: TrainerRank, model_id: str) -> None:
     weights = model.masters()
     names = [name for name in model.tensors if ".lora_B." in name]
     weights |= {name: torch.empty(model.tensors[name].shape).normal_(0, 0.05, generator=generator) for name in names}
-    model.take(model.prepared(weights, {}))
+    model.take(model.prepare_state(weights, {}))
 
 
 def gradients(rank: TrainerRank, model_id: str) -> dict[str, torch.Tensor]:

@@ -59,7 +59,7 @@ class BaseWeights:
         """Return the states of the holders that were started last."""
         return self._supervisor.processes()
 
-    def mapped_by(
+    def wrap_start(
         self, start_workers: Callable[P, Awaitable[list[Child]]], *, they_wait: bool = False
     ) -> Callable[P, Awaitable[list[Child]]]:
         """Return `start_workers` for processes that map the weights, and end with the holders. Either `they_wait` for

@@ -156,13 +156,13 @@ def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
     if answer["status"] != "ok":
         raise BackendFailed(f"the process that holds the weights gives none: {answer['message']}")
     views: Mapping[str, View] = answer["views"]
-    wholes = {name: _mapped(shared, device) for name, shared in answer["tensors"].items()}
+    wholes = {name: _map(shared, device) for name, shared in answer["tensors"].items()}
     return {name: view.of(wholes[view.tensor]) for name, view in views.items()}
 
 
-def _mapped(shared: Handle, device: torch.device) -> Tensor:
+def _map(shared: Handle, device: torch.device) -> Tensor:
     if isinstance(shared, SharedTensor):
-        return shared.mapped()
+        return shared.map()
     rebuild, args = shared
     # torch's seventh argument is the number of the GPU, which another process may count otherwise.
     return rebuild(*args[:6], device.index, *args[7:])
@@ -182,7 +182,7 @@ class BaseTensors:
         return sum(parameter.nbytes for parameter in parameters if _storage(parameter) not in storages)
 
 
-def checked_tensors(
+def map_tensors(
     directory: Path, base_socket: Path, device: torch.device, dtype: torch.dtype, staying: Collection[str] = ()
 ) -> BaseTensors:
     """Return all tensors of the model's files, mapped where the holder has them, else read into own memory; those of
@@ -271,7 +271,7 @@ class JoinedViews(TorchDispatchMode):
         aten = torch.ops.aten
         if func in (aten.stack.default, aten.cat.default) and self.has(args[0][0]):
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            joined = (stacked if func is aten.stack.default else concatenated)(args[0], dim)
+            joined = (join_stacked if func is aten.stack.default else join_concatenated)(args[0], dim)
             if joined is not None:
                 return joined
         if func is aten._to_copy.default and self.has(args[0]) and kwargs.get("dtype") in (None, args[0].dtype):
@@ -283,7 +283,7 @@ class JoinedViews(TorchDispatchMode):
         return not tensor.is_meta and _storage(tensor) in self._storages
 
 
-def stacked(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+def join_stacked(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     """Return torch.stack of tensors that are equally far apart in memory, as a view; None if they are not."""
     first, *others = tensors
     steps = {
@@ -299,7 +299,7 @@ def stacked(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     return first.as_strided(shape, stride, first.storage_offset())
 
 
-def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+def join_concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     """Return torch.cat of tensors that follow each other in memory, as a view; None if they do not."""
     first, *others = tensors
     at = dim % first.dim()

@@ -71,7 +71,7 @@ def trace_loading(
     for name, found in copies.items():
         into = found[0][0]
         if into not in computed and all(other == into for other, _, _ in found):
-            view = _joined(into, sources[name], parameters[into], [pair for _, *pair in found])
+            view = _join(into, sources[name], parameters[into], [pair for _, *pair in found])
             if view is not None:
                 views[name] = view
     return views
@@ -105,7 +105,7 @@ def _storage(tensor: Tensor) -> int:
     return address
 
 
-def _joined(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Tensor]]) -> View | None:
+def _join(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Tensor]]) -> View | None:
     """Return the one view that all copies of `file` are parts of; None if there is none."""
     if any(source.shape != target.shape for source, target in copies):
         return None  # repeated

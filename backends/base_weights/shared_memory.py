@@ -39,7 +39,7 @@ class SharedTensor:
     offset: int
     """Numbers from the beginning of the storage."""
 
-    def mapped(self) -> Tensor:
+    def map(self) -> Tensor:
         """Return the tensor, which must not be written to."""
         memory = _memory(self.pid, self.fd)[self.begin : self.begin + self.size_bytes]
         return memory.view(self.dtype).as_strided(self.shape, self.stride, memory_offset(memory, self))
@@ -58,7 +58,7 @@ class PickledAsTensor:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Have it unpickled as the tensor."""
-        return SharedTensor.mapped, (self.shared,)
+        return SharedTensor.map, (self.shared,)
 
 
 def share(tensors: Iterable[Tensor]) -> dict[int, SharedTensor]:

@@ -92,8 +92,8 @@ def make_models(found: Mapping[str, FoundModel], *, may_grow: bool = False) -> d
         if model.spec.directory not in made:
             texts = TokenTexts(Path(model.spec.directory))
             base = BaseWeights(model.spec)
-            trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
-            start_engines = base.mapped_by(launch_sampler, they_wait=True)
+            trainer = TrainerClient(base.spec, base.wrap_start(launch_trainer))
+            start_engines = base.wrap_start(launch_sampler, they_wait=True)
             sampler = SamplerPool(base.spec, start_engines, may_grow=may_grow, score_base=trainer.score_base)
             made[model.spec.directory] = LocalModel(model.spec, base, trainer, sampler, model.renderer, texts)
     return {name: replace(made[model.spec.directory], spec=model.spec) for name, model in found.items()}

@@ -72,7 +72,7 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
         raise BackendFailed(
             "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"
         )
-    plan, placed, idle = planned([*found.values()], config, machine)
+    plan, placed, idle = plan_models([*found.values()], config, machine)
     for line in plan.lines():
         log.info("%s", line)
     if idle is not None:
@@ -89,18 +89,18 @@ def chosen_device(config: BackendConfig, machine: Machine) -> Device:
     return config.device if config.device != "auto" else "cuda" if machine.gpu_bytes else "cpu"
 
 
-def planned(
+def plan_models(
     found: Sequence[FoundModel], config: BackendConfig, machine: Machine
 ) -> tuple[MemoryPlan, list[FoundModel], str | None]:
     """Return the plan of all models, the models with what it has chosen for them, and a sentence about GPUs that would
     be idle. Raises BackendFailed, with the nearest settings that fit, if they do not all fit."""
     sizes, device = [one.size for one in found], chosen_device(config, machine)
     plan = plan_or_suggest(sizes, config, machine, device)
-    placed = [replace(one, spec=_placed(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
+    placed = [replace(one, spec=_place(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
     return plan, placed, idle_gpus(plan, config)
 
 
-def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelSpec:
+def _place(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelSpec:
     name = model.spec.name
     demand, layout = plan.demands[name], plan.layouts[name]
     on_cpu = plan.device == "cpu"
@@ -137,7 +137,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
     if config.base_precision == "fp8":
-        size = packed(size, fp8_linears(renderer.family, renderer.config, str(directory)).values())
+        size = pack_linears(size, fp8_linears(renderer.family, renderer.config, str(directory)).values())
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
@@ -221,7 +221,7 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     return renderer
 
 
-def packed(size: ModelSize, shapes: Collection[tuple[int, int]]) -> ModelSize:
+def pack_linears(size: ModelSize, shapes: Collection[tuple[int, int]]) -> ModelSize:
     """Return the size of a base whose linears of these outputs and inputs stay in fp8."""
     num_bytes = sum(block_fp8.packed_bytes(*shape) for shape in shapes)
     return replace(size, packed_numbers=sum(rows * columns for rows, columns in shapes), packed_bytes=num_bytes)

@@ -14,7 +14,7 @@ from tinker_server.backends.config import (
     FittingCards,
     MemoryPart,
 )
-from tinker_server.backends.configure.describe import FoundModel, chosen_device, find, planned
+from tinker_server.backends.configure.describe import FoundModel, chosen_device, find, plan_models
 from tinker_server.backends.configure.fitting_cards import fitting_cards
 from tinker_server.backends.configure.gpus import cards
 from tinker_server.backends.configure.memory_plan import Machine
@@ -59,7 +59,7 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
             if all(str(directory) != model.spec.directory for model in found):
                 found.append(find(name, directory, config, machine))
         if found:
-            plan, found, idle = planned(found, config, machine)
+            plan, found, idle = plan_models(found, config, machine)
             parts = plan.parts
     except BackendFailed as error:
         problem = str(error)

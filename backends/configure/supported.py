@@ -52,12 +52,12 @@ class Support:
         config = self.config
         ranks, slices = config.tensor_parallel or 1, config.context_parallel
         instead = "set it to 1, and backend.engines to the number of GPUs to sample on"
-        yield "tensor_parallel", ranks, self._undivided(ranks), instead
-        yield "context_parallel", slices, self._unsliced(slices), "set it to 1"
+        yield "tensor_parallel", ranks, self._reason_undivided(ranks), instead
+        yield "context_parallel", slices, self._reason_unsliced(slices), "set it to 1"
         if config.base_copies == 1:
-            yield "base_copies", 1, self._unshared(), "set it to 2"
+            yield "base_copies", 1, self._reason_unshared(), "set it to 2"
         if config.base_precision is not None:
-            yield "base_precision", config.base_precision, self._unpacked(), "leave it out"
+            yield "base_precision", config.base_precision, self._reason_unpacked(), "leave it out"
         if config.replay_routing:
             unseen = f"nobody has compared replayed routers of {self.renderer.config.architectures[0]} with its engine"
             yield "replay_routing", True, unseen if self.renderer.family.has_state_space else None, "leave it off"
@@ -80,12 +80,12 @@ class Support:
     @property
     def tensor_parallels(self) -> tuple[int, ...]:
         """Numbers of ranks that an engine can have."""
-        return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self._undivided(ranks) is None)
+        return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self._reason_undivided(ranks) is None)
 
     @property
     def context_parallels(self) -> tuple[int, ...]:
         """Numbers of a trainer's ranks that can compute a microbatch together."""
-        return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self._unsliced(ranks) is None)
+        return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self._reason_unsliced(ranks) is None)
 
     @property
     def can_be_shared(self) -> bool:
@@ -93,9 +93,9 @@ class Support:
         it."""
         is_asked = self.config.base_copies == 1
         was_seen = self.dtype == "bfloat16" and not self.config.cluster
-        return self._unshared() is None and (is_asked or was_seen)
+        return self._reason_unshared() is None and (is_asked or was_seen)
 
-    def _unshared(self) -> str | None:
+    def _reason_unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share one copy of the base, or None."""
         config = self.config
         if (config.tensor_parallel or 1) > 1:
@@ -106,7 +106,7 @@ class Support:
             return "on the CPU the engine packs the weights of linear attention anew"
         return None
 
-    def _undivided(self, ranks: int) -> str | None:
+    def _reason_undivided(self, ranks: int) -> str | None:
         """Return the reason why an engine of so many ranks would compute the base wrongly, or not at all, or None."""
         if ranks == 1:
             return None
@@ -128,7 +128,7 @@ class Support:
             return f"its key heads ({key_heads}) can be neither divided nor repeated evenly"
         return None
 
-    def _unsliced(self, ranks: int) -> str | None:
+    def _reason_unsliced(self, ranks: int) -> str | None:
         """Return the reason why so many ranks of a trainer cannot compute slices of a microbatch, or None."""
         if ranks == 1:
             return None
@@ -139,7 +139,7 @@ class Support:
             counts += [(shape.heads, "heads of linear attention"), (shape.channels, "channels")]
         return _not_divisible(counts, ranks)
 
-    def _unpacked(self) -> str | None:
+    def _reason_unpacked(self) -> str | None:
         """Return the reason why the base cannot stay in fp8, or was not seen to train so, or None."""
         if not is_in_blocks(quantisation(self.renderer.config)):
             return "its files are not in fp8 by blocks, and the engine would sample from other numbers than are trained"

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.families.family import Family
-from tinker_server.backends.families.lora_names import has_stacked_experts, service_adapters, trained_modules
+from tinker_server.backends.families.lora_names import find_trained_modules, has_stacked_experts, service_adapters
 from tinker_server.backends.formats.block_fp8 import SCALE
 from tinker_server.backends.formats.model_files import tensor_layouts
 from tinker_server.backends.protocol import BackendFailed
@@ -97,10 +97,10 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     BackendFailed with the weights' names.
     """
     model = _without_memory(family, config, source)
-    groups = trained_modules(family, model, train_vision=train_vision)
+    groups = find_trained_modules(family, model, train_vision=train_vision)
     modules = [name for names in groups.values() for name in names]
     twice = {name for name in modules if modules.count(name) > 1}
-    missing = list(untrained(model, modules, _frozen(family, source, train_vision=train_vision)))
+    missing = list(find_untrained(model, modules, _frozen(family, source, train_vision=train_vision)))
     if missing or twice:
         left_out = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in [*missing, *twice])
         raise BackendFailed(
@@ -225,7 +225,7 @@ def _without_memory(family: Family, config: PretrainedConfig, source: str) -> Pr
         raise BackendFailed(f"{source}: no model that generates text can be built of its config: {reason}") from None
 
 
-def untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[str]) -> Iterator[str]:
+def find_untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[str]) -> Iterator[str]:
     """Yield names of weights that multiply activations but belong neither to `modules` nor to `frozen`, which is named
     as in `Family.frozen`.
 

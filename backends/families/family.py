@@ -126,7 +126,7 @@ class Vision(Protocol):
         not yet as forward takes them."""
 
     @property
-    def normalised(self) -> Callable[[Tensor, torch.dtype], Tensor]:
+    def normalise(self) -> Callable[[Tensor, torch.dtype], Tensor]:
         """Normalises those pixels as the model's own processor does: [P, ...] of the dtype, on their device."""
 
     def size_bytes(self, grid: tuple[int, int]) -> int:

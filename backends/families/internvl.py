@@ -54,7 +54,7 @@ class InternVLVision:
     def __init__(self, source: str, ids: Mapping[str, int], tile_tokens: int) -> None:
         # The model's own processor asks for tiles, whatever the image processor's file says.
         self._processor = ImageProcessor(source, crop_to_patches=True)
-        self.normalised = self._processor.normalised
+        self.normalise = self._processor.normalise
         self._begin, self._end = ids[BEGIN], ids[END]
         self.placeholder_id = self.feature_id = ids[CONTEXT]
         self._tile_tokens = tile_tokens
@@ -86,7 +86,7 @@ class InternVLVision:
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """Return pixel_values [P, 3, S, S], and the engine's description of them."""
         tiles_P3SS = self._processor(rgb)["pixel_values"]
-        return {"pixel_values": tiles_P3SS, **self._described(len(tiles_P3SS))}
+        return {"pixel_values": tiles_P3SS, **self._describe_tiles(len(tiles_P3SS))}
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
         """Return the bytes of all tiles."""
@@ -95,11 +95,11 @@ class InternVLVision:
 
     def sizes_of_image(self, span: ImageSpan) -> dict[str, Tensor]:
         """Return the engine's description of the tiles."""
-        return self._described(self._num_tiles(span.grid))
+        return self._describe_tiles(self._num_tiles(span.grid))
 
-    def _described(self, num_tiles: int) -> dict[str, Tensor]:
+    def _describe_tiles(self, num_tiles: int) -> dict[str, Tensor]:
         return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor([self.feature_id])}
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
         """Return tower and projector."""
-        return TileTower(model, partial(self.normalised, dtype=dtype))
+        return TileTower(model, partial(self.normalise, dtype=dtype))

@@ -80,7 +80,7 @@ def decoder_modules(
     return groups
 
 
-def trained_modules(family: Family, model: PreTrainedModel, *, train_vision: bool) -> dict[LoraFlag, list[str]]:
+def find_trained_modules(family: Family, model: PreTrainedModel, *, train_vision: bool) -> dict[LoraFlag, list[str]]:
     """Return full module names by the flag that trains them on a server with this setting."""
     groups = family.lora_modules(model)
     if train_vision and family.vision is not None and family.vision.lora is not None:

@@ -44,7 +44,7 @@ class ImageProcessor:
         features = dict(self.own([rgb], do_rescale=False, do_normalize=False, return_tensors="pt", **self._options))
         return features | {"pixel_values": _of_one(features["pixel_values"])}
 
-    def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+    def normalise(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [P, ...] of `dtype`, rounded from the processor's own values in float32, on the device of `pixels`
         [P, ...]."""
         if pixels.device not in self._affine_on:
@@ -69,7 +69,7 @@ class ImageProcessor:
             noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8))
             pixels = self(noise)["pixel_values"]
             wanted = _of_one(self.own([noise], return_tensors="pt", **self._options)["pixel_values"])
-            if pixels.dtype != torch.uint8 or not torch.equal(self.normalised(pixels, torch.float32), wanted):
+            if pixels.dtype != torch.uint8 or not torch.equal(self.normalise(pixels, torch.float32), wanted):
                 raise BackendFailed(
                     f"{source}: its image processor does more to pixels than to rescale and normalise them"
                 )

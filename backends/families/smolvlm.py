@@ -50,7 +50,7 @@ class SmolVLMVision:
     def __init__(self, source: str, config: PretrainedConfig) -> None:
         # All tiles have one size: there is nothing to pad.
         self._processor = ImageProcessor(source, do_pad=False)
-        self.normalised = self._processor.normalised
+        self.normalise = self._processor.normalise
         self._tokenizer = AutoTokenizer.from_pretrained(source)
         self.placeholder_id = self.feature_id = config.image_token_id
         seen = config.vision_config
@@ -81,15 +81,15 @@ class SmolVLMVision:
             )
         ratio = width / height
         if width >= height:
-            width = self._rounded(width)
-            height = self._rounded(int(width / ratio))
+            width = self._round(width)
+            height = self._round(int(width / ratio))
         else:
-            height = self._rounded(height)
-            width = self._rounded(int(height * ratio))
+            height = self._round(height)
+            width = self._round(int(height * ratio))
         rows, columns = height // self._side, width // self._side
         return (rows, columns) if rows * columns > 1 else (0, 0)
 
-    def _rounded(self, length: int) -> int:
+    def _round(self, length: int) -> int:
         return math.ceil(length / self._side) * self._side
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
@@ -142,4 +142,4 @@ class SmolVLMVision:
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
         """Return tower and connector."""
-        return TileTower(model, partial(self.normalised, dtype=dtype), has_samples=True)
+        return TileTower(model, partial(self.normalise, dtype=dtype), has_samples=True)

@@ -221,7 +221,7 @@ class Renderer:
 
     def _pixels(self, vision: Vision, tensor: torch.Tensor) -> torch.Tensor:
         if self._pixel_dtype != torch.uint8:
-            tensor = vision.normalised(tensor, self._pixel_dtype)
+            tensor = vision.normalise(tensor, self._pixel_dtype)
         return tensor.pin_memory() if self._pins_pixels else tensor
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tinker_server.backends.families.family import RenderedImage
-from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.families.lora_names import find_trained_modules
 from tinker_server.backends.formats.load_check import (
     BASE_TOKENS,
     LoadCheck,
@@ -81,7 +81,7 @@ class BaseModel:
         progress.does("tests the model")
         model = root.model
         self.num_parameters = model.num_parameters()
-        modules = trained_modules(family, model, train_vision=config.trains_vision)
+        modules = find_trained_modules(family, model, train_vision=config.trains_vision)
         self.snapshots = SnapshotWriter()
         own = own_logprobs(root, self.renderer, world.device)
         keep_in_float32(model)

@@ -40,7 +40,7 @@ from tinker_server.backends.trainer.step.batch_request import (
 )
 from tinker_server.backends.trainer.step.decoding import decode_batch
 from tinker_server.backends.trainer.step.step import TrainingStep
-from tinker_server.backends.trainer.step.validation import check_forward_backward, published
+from tinker_server.backends.trainer.step.validation import check_forward_backward, replace_stable_reinforce
 
 log = logging.getLogger(__name__)
 _UNLIMITED = sys.maxsize
@@ -293,7 +293,7 @@ class TrainerRank:
     def _check(self, batch: EncodedBatch) -> CheckedBatch:
         """Decode and check a batch. Raises InvalidInput."""
         sent = decode_batch(batch)
-        loss_input = published(sent, self._config.stable_reinforce)
+        loss_input = replace_stable_reinforce(sent, self._config.stable_reinforce)
         layouts = check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
         prefixes, whole_below = None, self.base.whole_below
         if whole_below is not None and len(layouts) > 1:

@@ -16,7 +16,7 @@ from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_gpt_oss, quantise
 from tests.sampling import ATOL, sampler_config, score_distances
 from tests.trainers import LORA, logprobs, perturb, reference_logprobs, trainer
-from tinker_server.backends.families.gpt_oss import BLOCKS, SCALES, dequantised, gated, in_common_layout
+from tinker_server.backends.families.gpt_oss import BLOCKS, SCALES, apply_gate, dequantise_blocks, in_common_layout
 from tinker_server.backends.protocol import ChatTask, InvalidInput
 from tinker_server.backends.sampler.pool import SamplerPool
 
@@ -47,8 +47,8 @@ def test_every_four_bits_and_every_exponent_are_dequantised_as_by_transformers()
     blocks = torch.arange(256, dtype=torch.uint8).repeat(2, 5, 1).reshape(2, 5, 16, 16)
     scales = torch.randint(90, 160, (2, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     wanted = convert_moe_packed_tensors(blocks, scales)
-    assert torch.equal(dequantised(blocks, scales, torch.bfloat16), wanted)
-    assert torch.equal(dequantised(blocks, scales, torch.float32), wanted.float())  # nothing is rounded
+    assert torch.equal(dequantise_blocks(blocks, scales, torch.bfloat16), wanted)
+    assert torch.equal(dequantise_blocks(blocks, scales, torch.float32), wanted.float())  # nothing is rounded
 
 
 def test_the_activation_is_transformers_own_where_it_clamps_too() -> None:
@@ -57,7 +57,7 @@ def test_the_activation_is_transformers_own_where_it_clamps_too() -> None:
     experts = GptOssExperts(GptOssConfig(hidden_size=4, intermediate_size=4, num_local_experts=1))
     gate, up = torch.linspace(-20, 20, 41).repeat(41), torch.linspace(-20, 20, 41).repeat_interleave(41)
     wanted = experts._apply_gate(torch.stack([gate, up], -1).flatten())
-    torch.testing.assert_close(gated(gate, up), wanted)
+    torch.testing.assert_close(apply_gate(gate, up), wanted)
 
 
 def test_files_without_experts_or_with_half_a_matrix_are_refused() -> None:

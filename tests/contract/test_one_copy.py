@@ -57,8 +57,8 @@ class Parts:
 async def running_parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
     scratch = tmp_path_factory.mktemp("scratch")
     base = BaseWeights(replace(sampler_config(SOURCE, scratch), base_copies=1, max_context_length=1024))
-    trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
-    running = Parts(base, trainer, SamplerPool(base.spec, base.mapped_by(fork_sampler, they_wait=True)))
+    trainer = TrainerClient(base.spec, base.wrap_start(launch_trainer))
+    running = Parts(base, trainer, SamplerPool(base.spec, base.wrap_start(fork_sampler, they_wait=True)))
     await asyncio.gather(base.start(ignore_loading), trainer.start(), running.sampler.start())
     yield running
     await asyncio.gather(trainer.stop(), running.sampler.stop())

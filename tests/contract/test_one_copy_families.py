@@ -154,7 +154,7 @@ async def test_an_engine_computes_with_what_it_maps(family: str, tmp_path: Path)
     """A router keeps a correction of its scores beside its module, in DeepSeek-V3's kind."""
     source = ALL[family](tmp_path / "model")
     base = BaseWeights(replace(sampler_config(source, tmp_path / "scratch"), base_copies=1))
-    mapping = SamplerPool(base.spec, base.mapped_by(fork_sampler, they_wait=True))
+    mapping = SamplerPool(base.spec, base.wrap_start(fork_sampler, they_wait=True))
     reading = SamplerPool(sampler_config(source, tmp_path / "reading"), fork_sampler)
     text = scoring(prompt(words(40, 5)))
     try:

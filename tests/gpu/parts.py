@@ -23,8 +23,8 @@ from tinker_server.backends.trainer.client import TrainerClient
 class Parts:
     def __init__(self, spec: ModelSpec) -> None:
         self.base = BaseWeights(spec)
-        self.trainer = TrainerClient(self.base.spec, self.base.mapped_by(launch_trainer))
-        self.sampler = SamplerPool(self.base.spec, self.base.mapped_by(launch_sampler, they_wait=True))
+        self.trainer = TrainerClient(self.base.spec, self.base.wrap_start(launch_trainer))
+        self.sampler = SamplerPool(self.base.spec, self.base.wrap_start(launch_sampler, they_wait=True))
 
     @property
     def socket(self) -> Path:

@@ -21,7 +21,7 @@ from tinker_server.backends.kernels.delta_rule_gradients import of_queries_and_k
 from tinker_server.backends.kernels.rotary import rotate
 from tinker_server.backends.sampler.engine.vllm_patches.float32_residual import add_and_norm
 from tinker_server.backends.trainer.lora.grouped import _add_grouped_product
-from tinker_server.backends.trainer.lora.linear import add_product, scaled
+from tinker_server.backends.trainer.lora.linear import add_product, apply_scales
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_scales_of_a_microbatch_are_bitwise_equal_and_zero_stays_zero(tokens, co
     product = torch.randn(tokens, linears * columns).to(kind)
     scales = torch.randn(1 if of_one_model else tokens, columns) * torch.randint(0, 2, (columns,))
     product[0, scales[0].repeat(linears) == 0] = torch.nan  # of another model, which has diverged
-    assert torch.equal(scaled(product.cuda(), scales.cuda()).cpu(), scaled(product.clone(), scales))
+    assert torch.equal(apply_scales(product.cuda(), scales.cuda()).cpu(), apply_scales(product.clone(), scales))
 
 
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 320), (37, 4097), (700, 151936)])
@@ -104,7 +104,7 @@ def test_a_product_with_fp8_is_that_of_the_dequantised_matrix(shape, rows):
 def test_every_value_of_every_channel_is_normalised_as_on_the_host(tmp_path, dtype):
     processor = ImageProcessor(str(make_tiny_internvl(tmp_path / "model")), crop_to_patches=True)
     values = torch.arange(256, dtype=torch.uint8).repeat(5, 3)
-    assert torch.equal(processor.normalised(values.cuda(), dtype).cpu(), processor.normalised(values, dtype))
+    assert torch.equal(processor.normalise(values.cuda(), dtype).cpu(), processor.normalise(values, dtype))
 
 
 @pytest.mark.parametrize(("heads", "size"), [(16, 64), (16, 72), (16, 80), (3, 16)])

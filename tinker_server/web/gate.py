@@ -122,13 +122,13 @@ class Measured:
         metrics: Metrics = scope["app"].state.services.metrics
         began = time.monotonic()
 
-        async def counted(message: Message) -> None:
+        async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 method = scope["method"] if scope["method"] in METHODS else OTHER
                 metrics.note_answer(method, _route(scope), message["status"], time.monotonic() - began)
             await send(message)
 
-        await self.app(scope, receive, counted)
+        await self.app(scope, receive, send_and_count)
 
 
 class Gate:
@@ -218,7 +218,7 @@ class BodyLimit:
         loop = asyncio.get_running_loop()
         until_s, is_whole = loop.time() + STALL_S + size_bytes / BYTES_PER_S, not size_bytes
 
-        async def counted() -> Message:
+        async def receive_and_count() -> Message:
             nonlocal num_bytes, num_commas, num_brackets, is_whole
             if is_whole:  # the only message that follows is the disconnect
                 return await receive()
@@ -250,11 +250,11 @@ class BodyLimit:
         ledger: Ledger = scope["app"].state.services.ledger
         owner = scope.get("state", {}).get("owner") or ""
         if not size_bytes:
-            await self.app(scope, counted, send)
+            await self.app(scope, receive_and_count, send)
             return
         try:
             async with ledger.body(owner, in_memory) as came:
-                await self.app(scope, counted, send)
+                await self.app(scope, receive_and_count, send)
         except Busy as error:
             await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
                 scope, receive, send

@@ -82,10 +82,10 @@ def has_tower(source: Path) -> bool:
 
 def rename_tensors(source: Path, target: Path) -> list[str]:
     """Copy a safetensors file with its tensors under their tinker names; return the names."""
-    return rearrange(source, target, _collected)
+    return rearrange(source, target, _collect)
 
 
-def _collected(header: dict[str, Place]) -> dict[str, CopiedTensor]:
+def _collect(header: dict[str, Place]) -> dict[str, CopiedTensor]:
     """Return a file's tensors by exported name. Raises ValueError if two have the same, or an expert has none."""
     exported: dict[str, CopiedTensor] = {}
     for peft_name, place in header.items():

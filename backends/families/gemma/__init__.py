@@ -58,7 +58,7 @@ class Gemma3Vision:
 
     def __init__(self, source: str, config: PretrainedConfig, ids: Mapping[str, int]) -> None:
         self._processor = ImageProcessor(source, do_pan_and_scan=False)
-        self.normalised = self._processor.normalised
+        self.normalise = self._processor.normalise
         own, seen = self._processor.own, config.vision_config
         self._side: int = seen.image_size
         if own.do_pan_and_scan:
@@ -117,7 +117,7 @@ class Gemma3Vision:
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
         """Return tower and projector."""
-        return TileTower(model, partial(self.normalised, dtype=dtype))
+        return TileTower(model, partial(self.normalise, dtype=dtype))
 
 
 def _require_windows(config: PretrainedConfig, source: str) -> None:

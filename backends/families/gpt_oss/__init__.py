@@ -73,19 +73,19 @@ def has_own_experts(module: nn.Module) -> bool:
     return type(module).__name__ == "GptOssExperts"
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def apply_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Apply the experts' activation."""
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
-def uninterleaved(gate_up: Tensor, num_parts: int = 1) -> Tensor:
+def uninterleave(gate_up: Tensor, num_parts: int = 1) -> Tensor:
     """Put gates before ups in the last dimension, where they alternate, in each of so many equal parts of it."""
     by_part: Tensor = gate_up.unflatten(-1, (num_parts, -1, 2))
     return by_part.mT.flatten(-3)
 
 
-def dequantised(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantise_blocks(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [E, I, O], inputs before outputs as in files that are not quantised. Each of the X bytes has two numbers,
     the first in its lower half. In bfloat16 nothing is rounded."""
     table = torch.tensor([*_MXFP4, *(-one for one in _MXFP4)], dtype=torch.float32, device=blocks_EOBX.device)
@@ -110,9 +110,9 @@ def in_common_layout(
             if len(found) < 2:
                 continue
             del halves[matrix]
-            whole = dequantised(found[BLOCKS], found[SCALES], dtype)
+            whole = dequantise_blocks(found[BLOCKS], found[SCALES], dtype)
         if ".experts.gate_up_proj" in matrix:
-            whole, num_laid_out = uninterleaved(whole, num_parts), num_laid_out + 1
+            whole, num_laid_out = uninterleave(whole, num_parts), num_laid_out + 1
         yield matrix, whole
     if halves or not num_laid_out:
         raise ValueError(f"tensors of experts are missing, or their other half in MXFP4: {', '.join(sorted(halves))}")

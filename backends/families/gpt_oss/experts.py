@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinker_server.backends.families.gpt_oss import EXPERTS, gated, has_own_experts, uninterleaved
+from tinker_server.backends.families.gpt_oss import EXPERTS, apply_gate, has_own_experts, uninterleave
 from tinker_server.backends.patches import require_as_written
 
 
@@ -34,7 +34,7 @@ class BiasedExperts(nn.Module):
         for expert in experts_TK.unique().tolist():
             tokens, places = (experts_TK == expert).nonzero(as_tuple=True)
             both = hidden_TH[tokens] @ self.gate_up_proj[expert].T + self.gate_up_bias[expert]
-            y = gated(*both.chunk(2, -1)) @ self.down_proj[expert].T + self.down_bias[expert]
+            y = apply_gate(*both.chunk(2, -1)) @ self.down_proj[expert].T + self.down_bias[expert]
             total_TH.index_add_(0, tokens, (y * weights_TK[tokens, places, None]).to(total_TH.dtype))
         return total_TH
 
@@ -48,9 +48,9 @@ def lay_out_experts(model: PreTrainedModel, own: dict[str, Tensor], dtype: torch
         require_as_written([EXPERTS])
         num_experts, inner, hidden = base.down_proj.shape
         model.set_submodule(name, BiasedExperts(num_experts, hidden, inner))
-        own[f"{name}.gate_up_bias"] = uninterleaved(own.pop(f"{name}.gate_up_proj_bias"))
+        own[f"{name}.gate_up_bias"] = uninterleave(own.pop(f"{name}.gate_up_proj_bias"))
         own[f"{name}.down_bias"] = own.pop(f"{name}.down_proj_bias")
         for matrix in ("gate_up_proj", "down_proj"):
             transposed = own.pop(f"{name}.{matrix}")
-            transposed = uninterleaved(transposed) if matrix == "gate_up_proj" else transposed
+            transposed = uninterleave(transposed) if matrix == "gate_up_proj" else transposed
             own[f"{name}.{matrix}"] = transposed.mT.to(dtype).contiguous()

@@ -92,7 +92,7 @@ class Qwen3VLVision:
 
     def __init__(self, source: str, config: PretrainedConfig) -> None:
         self._processor = PictureProcessor(source)
-        self.normalised = self._processor.normalised
+        self.normalise = self._processor.normalise
         self.placeholder_id = self.feature_id = config.image_token_id
         self._has_taps = config.architectures[0] in WITH_TAPS
         # The embedding of patches is a convolution whose name ends as attention's own projection does.
@@ -170,11 +170,11 @@ class Qwen3VLTower:
         """Compute all images in one call of the tower."""
         pictures = [to_device(image.tensors["pixel_values"], device) for image in images]
         bytes_PD = torch.cat([self._processor.cut(picture_HW3) for picture_HW3 in pictures])
-        pixels_PD = self._processor.normalised_patches(bytes_PD, self._dtype)
+        pixels_PD = self._processor.normalise_patches(bytes_PD, self._dtype)
         # Nothing before the tower requires a gradient, and backward ends before the first thing that does.
         pixels_PD.requires_grad_(torch.is_grad_enabled())
         grids_N3 = _sizes(images)
-        output = self._run(pixels_PD, grids_N3, return_dict=True, **self._grids.known(grids_N3, device))
+        output = self._run(pixels_PD, grids_N3, return_dict=True, **self._grids.find(grids_N3, device))
         self._output = type(output)
         # transformers splits the taps by image since 5.18; before, they are one tensor.
         taps = output.deepstack_features if self._has_taps else []

@@ -30,7 +30,7 @@ class Grids:
         self._tower = tower
         self._of_image = lru_cache(_SIZES)(self._compute)
 
-    def known(self, grids_N3: Tensor, device: torch.device) -> dict[str, object]:
+    def find(self, grids_N3: Tensor, device: torch.device) -> dict[str, object]:
         """Return them named as arguments of transformers' get_image_features; `grids_N3` are on the host."""
         tower, cu_seqlens = self._tower, get_vision_cu_seqlens(grids_N3)
         images = [self._of_image(*grid) for grid in grids_N3.tolist()]

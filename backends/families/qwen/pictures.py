@@ -29,9 +29,9 @@ class PictureProcessor(ImageProcessor):
         grid_13 = torch.tensor([[1, height, width]])
         return {"pixel_values": resized_3HW.permute(1, 2, 0).contiguous(), "image_grid_thw": grid_13}
 
-    def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+    def normalise(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [P, D] of `dtype`, from a picture [H, W, 3]."""
-        return self.normalised_patches(self.cut(pixels), dtype)
+        return self.normalise_patches(self.cut(pixels), dtype)
 
     def cut(self, picture_HW3: Tensor) -> Tensor:
         """Return [P, D]: patches that will be merged are adjacent; each has its channels one after the other, and every
@@ -43,6 +43,6 @@ class PictureProcessor(ImageProcessor):
         frames = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, own.temporal_patch_size, -1, -1)
         return frames.reshape(rows * columns * merge**2, -1)
 
-    def normalised_patches(self, bytes_PD: Tensor, dtype: torch.dtype) -> Tensor:
+    def normalise_patches(self, bytes_PD: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [P, D] of `dtype`, from patches of any pictures."""
-        return super().normalised(bytes_PD, dtype)
+        return super().normalise(bytes_PD, dtype)

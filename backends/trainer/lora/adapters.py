@@ -83,12 +83,12 @@ class Adapters:
             if not any(group.flag == flag for group in self._groups):
                 raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
         groups = [each for each in self._groups if each.flag in flags and each.layout in (None, config.layout)]
-        stacks = [self._stacked_adapter(group, config.rank) for group in groups]
+        stacks = [self._stack_adapter(group, config.rank) for group in groups]
         model = LoraModel(config, stacks, self._world, fused=self._device.type == "cuda")
         _initialise(model)
         return model
 
-    def _stacked_adapter(self, group: Group, rank: int) -> StackedAdapter:
+    def _stack_adapter(self, group: Group, rank: int) -> StackedAdapter:
         outputs, inputs = group.matrix_shape
         dtype = self.gradient_dtype if self._world.machine.size == 1 else self._dtype
         halves = [

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tinker_server.api_schemas.training import Layout
-from tinker_server.backends.families.gpt_oss import gated
+from tinker_server.backends.families.gpt_oss import apply_gate
 from tinker_server.backends.families.gpt_oss.experts import BiasedExperts
 from tinker_server.backends.trainer.lora.grouped import expert_factor, lora_grouped, multiply_by_expert
 from tinker_server.backends.trainer.lora.linear import TokenScales
@@ -146,7 +146,7 @@ class LoraExperts(nn.Module):
                 part_SI + expert_factor(inner_SR, of.b, of.grad_b, pairs.ends_E, False)
                 for part_SI, inner_SR, of in zip(parts_SI, inners_SR, into, strict=True)
             ]
-        inner_SI = self._activated(parts_SI, pairs.experts_S)
+        inner_SI = self._activate(parts_SI, pairs.experts_S)
         y_SH = self._product("down_proj", inner_SI, self.base.down_proj, pairs)
         if isinstance(self.base, BiasedExperts):
             y_SH = y_SH + self.base.down_bias[pairs.experts_S]
@@ -164,10 +164,10 @@ class LoraExperts(nn.Module):
             return cast(Tensor, multiply_by_expert(x_SI, weight_EOI, pairs.ends_E))
         return cast(Tensor, lora_grouped(x_SI, weight_EOI, *own.all, pairs.scales_SR, pairs.ends_E)[0])
 
-    def _activated(self, parts_SI: Sequence[Tensor], experts_S: Tensor) -> Tensor:
+    def _activate(self, parts_SI: Sequence[Tensor], experts_S: Tensor) -> Tensor:
         if not isinstance(self.base, BiasedExperts):
             first_SI: Tensor = self.base.act_fn(parts_SI[0])
             return first_SI * parts_SI[1] if self.has_gate else first_SI
         gate_SI, up_SI = parts_SI
         gate_bias_EI, up_bias_EI = self.base.gate_up_bias.chunk(2, 1)
-        return gated(gate_SI + gate_bias_EI[experts_S], up_SI + up_bias_EI[experts_S])
+        return apply_gate(gate_SI + gate_bias_EI[experts_S], up_SI + up_bias_EI[experts_S])

@@ -50,7 +50,7 @@ class LoraFiles:
             load_check.check_finite()
             halves = host_halves(wholes, dtype)
             if for_elsewhere:
-                tensors = model.named([(a_LrI, b_LOr.mT) for a_LrI, b_LOr in halves])
+                tensors = model.name_tensors([(a_LrI, b_LOr.mT) for a_LrI, b_LOr in halves])
                 metadata = load_check.to_metadata() | model.file_metadata
                 checkpoint_files.write_adapter(aside, tensors, model.config, self._base_model, metadata)
             else:
@@ -96,7 +96,7 @@ class LoraFiles:
             return weights, checkpoint_files.read_optimizer(directory) if with_optimizer else {}
 
         weights, moments = on_rank_zero(read, self._world) or ({}, {})
-        model.take(model.prepared(weights, moments))
+        model.take(model.prepare_state(weights, moments))
 
     def begin_snapshot(self, model: LoraModel, directory: Path) -> None:
         """Copy adapter, optimizer and the accumulated gradient; rank 0's thread writes the copy."""
@@ -108,8 +108,8 @@ class LoraFiles:
         def copy() -> Callable[[Path], None]:
             config, metadata, state = model.config, model.file_metadata, model.gradient
             # What was gathered from several ranks is a copy already.
-            weights, moments = wholes if self._world.machine.size > 1 else map(_copied, wholes)
-            gradient = _copied(model.gradients)
+            weights, moments = wholes if self._world.machine.size > 1 else map(_copy, wholes)
+            gradient = _copy(model.gradients)
 
             def write(aside: Path) -> None:
                 checkpoint_files.write_adapter(aside, weights, config, self._base_model, metadata)
@@ -158,6 +158,6 @@ def _on_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy to CPU memory that later operations do not change."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinker_server.backends.kernels.autograd import Context
-from tinker_server.backends.trainer.lora.linear import add_product, scaled
+from tinker_server.backends.trainer.lora.linear import add_product, apply_scales
 
 
 @torch.library.custom_op("tinker_server::lora_grouped", mutates_args=())
@@ -29,8 +29,8 @@ def lora_grouped(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor]:
     """Return [S, O], each pair by its expert's matrix and adapter, and the scaled inner products [S, R] for backward,
     which adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs."""
-    inner_SR = scaled(_grouped(x_SI, a_ERI.mT, ends_E), scales_SR)
-    return _grouped(x_SI, weight_EOI.mT, ends_E).add_(_grouped(inner_SR, b_ERO, ends_E)), inner_SR
+    inner_SR = apply_scales(_multiply_groups(x_SI, a_ERI.mT, ends_E), scales_SR)
+    return _multiply_groups(x_SI, weight_EOI.mT, ends_E).add_(_multiply_groups(inner_SR, b_ERO, ends_E)), inner_SR
 
 
 @torch.library.custom_op("tinker_server::lora_grouped_backward", mutates_args=("grad_a_ERI", "grad_b_ERO"))
@@ -47,16 +47,16 @@ def lora_grouped_backward(  # noqa: PLR0913
     inner_SR: Tensor,
 ) -> Tensor:
     """Return the gradient of x [S, I]; accumulate those of A and B."""
-    grad_inner_SR = scaled(_grouped(grad_y_SO, b_ERO.mT, ends_E), scales_SR)
+    grad_inner_SR = apply_scales(_multiply_groups(grad_y_SO, b_ERO.mT, ends_E), scales_SR)
     _add_grouped_product(grad_b_ERO, inner_SR, grad_y_SO, ends_E)
     _add_grouped_product(grad_a_ERI, grad_inner_SR, x_SI, ends_E)
-    return _grouped(grad_y_SO, weight_EOI, ends_E).add_(_grouped(grad_inner_SR, a_ERI, ends_E))
+    return _multiply_groups(grad_y_SO, weight_EOI, ends_E).add_(_multiply_groups(grad_inner_SR, a_ERI, ends_E))
 
 
 @torch.library.custom_op("tinker_server::multiply_by_expert", mutates_args=())
 def multiply_by_expert(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Return [S, O], each pair by its expert's frozen matrix. For backward x is not kept."""
-    return _grouped(x_SI, weight_EOI.mT, ends_E)
+    return _multiply_groups(x_SI, weight_EOI.mT, ends_E)
 
 
 @torch.library.custom_op("tinker_server::expert_factor", mutates_args=())
@@ -69,7 +69,7 @@ def expert_factor(
 ) -> Tensor:
     """Return each pair by its expert's A, x A^T [S, R] of inputs [S, I], or by its B, x B [S, O] of inner products
     [S, R]. Backward adds to `grad_factor_ERN`."""
-    return _grouped(x_SN, factor_ERN.mT if is_a else factor_ERN, ends_E)
+    return _multiply_groups(x_SN, factor_ERN.mT if is_a else factor_ERN, ends_E)
 
 
 @torch.library.custom_op("tinker_server::expert_factor_backward", mutates_args=("grad_factor_ERN",))
@@ -84,10 +84,10 @@ def expert_factor_backward(  # noqa: PLR0913
     """Return the gradient of x; accumulate that of the factor."""
     inner_SR, outer_SN = (grad_y_SN, x_SN) if is_a else (x_SN, grad_y_SN)
     _add_grouped_product(grad_factor_ERN, inner_SR, outer_SN, ends_E)
-    return _grouped(grad_y_SN, factor_ERN if is_a else factor_ERN.mT, ends_E)
+    return _multiply_groups(grad_y_SN, factor_ERN if is_a else factor_ERN.mT, ends_E)
 
 
-def _grouped(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+def _multiply_groups(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply each expert's pairs by its matrix: [S, O]."""
     if _in_one_kernel(x_SI):
         return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)

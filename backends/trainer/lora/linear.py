@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tinker_server.backends.families.rows import Rows
 from tinker_server.backends.kernels.autograd import Context, needs_operator
-from tinker_server.backends.trainer.lora.packed_fp8 import unpacked
+from tinker_server.backends.trainer.lora.packed_fp8 import unpack
 
 ALPHA = 32
 """Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
@@ -101,7 +101,7 @@ class LoraLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def scaled(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
+def apply_scales(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
     """Multiply `product_TN` in place by `scales_TR`, for each of its linears. A scale of 0 gives 0, whatever another
     model's adapter made of the token."""
     if product_TN.is_cuda:
@@ -148,12 +148,12 @@ def _linears(  # noqa: PLR0913
 ) -> list[Tensor]:
     # The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
     x_TI = x.flatten(0, -2)
-    inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR) if as_RI else x_TI.new_empty(x_TI.shape[0], 0)
+    inner_TN = apply_scales(x_TI @ _cat(as_RI).T, scales_TR) if as_RI else x_TI.new_empty(x_TI.shape[0], 0)
     adapters = list(zip(_parts(inner_TN, len(bs_RO)), bs_RO, _split_places(places), strict=True))
     ys = []
     for index, (weight_OI, num_outputs) in enumerate(zip(weights_OI, outputs, strict=True)):
         own = [(inner_TR, b_RO, rows) for inner_TR, b_RO, (linear, rows) in adapters if linear == index]
-        whole_OI = unpacked(weight_OI, num_outputs, x_TI.shape[1], like=x_TI)
+        whole_OI = unpack(weight_OI, num_outputs, x_TI.shape[1], like=x_TI)
         y_TO = _low_rank(own, num_outputs).addmm_(x_TI, whole_OI.T) if own else x_TI @ whole_OI.T
         ys.append(y_TO.view(*x.shape[:-1], num_outputs))
     return [*ys, inner_TN]
@@ -209,9 +209,9 @@ def _linears_backward(  # noqa: PLR0913
     parts = zip(_split_places(places), bs_RO, _parts(grad_inner_TN, len(bs_RO)), strict=True)
     for (linear, rows), b_RO, grad_inner_TR in parts:
         torch.mm(rows.of(grads_TO[linear]).flatten(1), b_RO.T, out=grad_inner_TR)
-    grad_x_TI = scaled(grad_inner_TN, scales_TR) @ _cat(as_RI) if as_RI else None
+    grad_x_TI = apply_scales(grad_inner_TN, scales_TR) @ _cat(as_RI) if as_RI else None
     for grad_TO, weight_OI in zip(grads_TO, weights_OI, strict=True):
-        whole_OI = unpacked(weight_OI, grad_TO.shape[1], num_inputs, like=grad_TO)
+        whole_OI = unpack(weight_OI, grad_TO.shape[1], num_inputs, like=grad_TO)
         grad_x_TI = grad_TO @ whole_OI if grad_x_TI is None else grad_x_TI.addmm_(grad_TO, whole_OI)
     assert grad_x_TI is not None
     return grad_x_TI.view(*grad_ys[0].shape[:-1], num_inputs), grad_inner_TN
@@ -273,11 +273,11 @@ def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
     if not total_RN.is_cuda or left_TR.dtype == total_RN.dtype:
         total_RN.addmm_(left_TR.T.to(total_RN.dtype), right_TN.to(total_RN.dtype))
         return
-    for tokens in summed_at_once(left_TR.shape[0]):
+    for tokens in split_sum(left_TR.shape[0]):
         torch.addmm(total_RN, left_TR[tokens].T, right_TN[tokens], out_dtype=total_RN.dtype, out=total_RN)
 
 
-def summed_at_once(num_tokens: int) -> list[slice]:
+def split_sum(num_tokens: int) -> list[slice]:
     """Return the tokens of each product of a sum over `num_tokens`: the few of an incomplete last step have their
     own."""
     num_left = num_tokens % SUMMED_TOKENS

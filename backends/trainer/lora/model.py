@@ -176,14 +176,14 @@ class LoraModel:
     def tensors(self) -> dict[str, Tensor]:
         """Views of the working copy, A [r, I] and B [O, r], by their name in a PEFT file; those of experts that share
         factors in one, [1, r, I] and [E, O, r] or [E, r, I] and [1, O, r]."""
-        return self.named([(stack.a_LrI.data, stack.b_LrO.data) for stack in self.stacks])
+        return self.name_tensors([(stack.a_LrI.data, stack.b_LrO.data) for stack in self.stacks])
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """Views of this rank's accumulated gradients, named and shaped as `tensors`; empty if there are none."""
-        return self.named([(stack.a_LrI.grad, stack.b_LrO.grad) for stack in self.stacks])
+        return self.name_tensors([(stack.a_LrI.grad, stack.b_LrO.grad) for stack in self.stacks])
 
-    def named(self, halves: Sequence[tuple[Tensor | None, Tensor | None]]) -> dict[str, Tensor]:
+    def name_tensors(self, halves: Sequence[tuple[Tensor | None, Tensor | None]]) -> dict[str, Tensor]:
         """Name the parts of (A, B) per stacked adapter as `tensors`, in the model's own order."""
         matrices: list[tuple[int, str, Tensor, Tensor]] = []
         for stack, (a_LrI, b_LrO) in zip(self.stacks, halves, strict=True):
@@ -220,7 +220,7 @@ class LoraModel:
         """Linears of whose rows the model has adapters in parts, by the last parts of their names."""
         return dict(stack.group.divided for stack in self.stacks if stack.group.divided is not None)
 
-    def stacked(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
+    def stack(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """Stack what `named` gave, on its own device: the whole tensor of which `parameters[index]` is a shard."""
         group = self.stacks[index // 2].group
         names = [f"base_model.model.{name}" for name in group.names]
@@ -233,19 +233,19 @@ class LoraModel:
         working copy, or else the masters, gathered for rank 0 alone. All ranks call it."""
         halves = [weight.data for weight in self._weights]
         if self._is_shared and torch.promote_types(halves[0].dtype, dtype) != halves[0].dtype:
-            halves = [self._gathered(one.data, index) for index, one in enumerate(self.parameters)]
+            halves = [self._gather(one.data, index) for index, one in enumerate(self.parameters)]
         return list(zip(halves[::2], halves[1::2], strict=True))
 
     def masters(self) -> dict[str, Tensor]:
         """Return all masters, named and shaped as `tensors`: rank 0's alone, and on one rank views. All ranks call
         it."""
-        return self._named_on_rank_zero([parameter.data for parameter in self.parameters])
+        return self._gather_named([parameter.data for parameter in self.parameters])
 
-    def _named_on_rank_zero(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
-        wholes = [self._gathered(one, index) for index, one in enumerate(own)]
-        return self.named(list(zip(wholes[::2], wholes[1::2], strict=True))) if self._world.rank == 0 else {}
+    def _gather_named(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
+        wholes = [self._gather(one, index) for index, one in enumerate(own)]
+        return self.name_tensors(list(zip(wholes[::2], wholes[1::2], strict=True))) if self._world.rank == 0 else {}
 
-    def _gathered(self, own: Tensor, index: int) -> Tensor:
+    def _gather(self, own: Tensor, index: int) -> Tensor:
         return shards.gather_to_rank_zero(own, self._weights[index].shape, self._world)
 
     def move(self, device: torch.device) -> None:
@@ -277,7 +277,7 @@ class LoraModel:
     def set_gradient(self, tensors: Mapping[str, Tensor]) -> None:
         """Set this rank's accumulated gradient to tensors that `gradients` gave."""
         for index, weight in enumerate(self._weights):
-            weight.grad = self.stacked(index, tensors).to(weight.device, weight.grad_dtype)
+            weight.grad = self.stack(index, tensors).to(weight.device, weight.grad_dtype)
 
     def take(self, state: OptimState) -> None:
         """Set weights and optimizer to what `prepared` gave, with no gradient. All ranks fail, and change nothing, or
@@ -325,12 +325,12 @@ class LoraModel:
         if self.optimizer.state:
             states = [self.optimizer.state[parameter] for parameter in self.parameters]
             for key in MOMENTS:
-                moments = self._named_on_rank_zero([state[key] for state in states])
+                moments = self._gather_named([state[key] for state in states])
                 flat |= {f"{name}:{key}": moment for name, moment in moments.items()}
                 flat |= {f"{name}:step": states[0]["step"].clone() for name in moments}
         return flat
 
-    def prepared(self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> OptimState:
+    def prepare_state(self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> OptimState:
         """Prepare the saved tensors of rank 0, as `take` takes them; what the others pass is ignored. All ranks fail,
         or none.
 
@@ -340,10 +340,10 @@ class LoraModel:
         first = f"{next(iter(self.tensors))}:step"
         counts = {"step": optimizer_state[first]} if self._world.rank == 0 and optimizer_state else {}
         counts = from_rank_zero(counts, self._world)
-        own = self._scattered(weights)
+        own = self._scatter(weights)
         if not counts:
             return OptimState(own, {})
-        average, square = (self._scattered(_of_kind(optimizer_state, key)) for key in MOMENTS)
+        average, square = (self._scatter(_of_kind(optimizer_state, key)) for key in MOMENTS)
 
         def of_torch(parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> dict[str, Tensor]:
             step = step_on_device(self.optimizer, counts["step"], parameter)
@@ -355,11 +355,11 @@ class LoraModel:
 
         return OptimState(own, agreed(moments, self._world))
 
-    def _scattered(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def _scatter(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return this rank's shards of rank 0's tensors, which `named` gave."""
         own = []
         for index, parameter in enumerate(self.parameters):
-            whole = on_rank_zero(partial(self.stacked, index, tensors), self._world)
+            whole = on_rank_zero(partial(self.stack, index, tensors), self._world)
             own.append(shards.scatter_from_rank_zero(whole, parameter, self._world))
         return own
 

@@ -28,7 +28,7 @@ class PackedLinear(nn.Linear):
         return functional.linear(x, whole_OI, self.bias)
 
 
-def unpacked(weight: Tensor, num_outputs: int, num_inputs: int, like: Tensor) -> Tensor:
+def unpack(weight: Tensor, num_outputs: int, num_inputs: int, like: Tensor) -> Tensor:
     """Return a linear's weight [O, I], of these sizes, in the type of `like`. One that is not packed is returned as it
     is."""
     if weight.dtype != torch.uint8:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinker_server.backends.kernels.autograd import Context
-from tinker_server.backends.trainer.lora.linear import add_product, scaled
+from tinker_server.backends.trainer.lora.linear import add_product, apply_scales
 
 
 @torch.library.custom_op("tinker_server::multiply_a", mutates_args=())
@@ -24,7 +24,7 @@ def multiply_a(
     scales_TR: Tensor,
 ) -> Tensor:
     """Return the scaled inner products [T, N] of the same x. Backward adds to `grad_as_RI`."""
-    return scaled(x_TI @ torch.cat(list(as_RI)).T, scales_TR)
+    return apply_scales(x_TI @ torch.cat(list(as_RI)).T, scales_TR)
 
 
 @torch.library.custom_op("tinker_server::multiply_a_backward", mutates_args=("grad_as_RI",))
@@ -32,7 +32,7 @@ def multiply_a_backward(
     grad_inner_TN: Tensor, x_TI: Tensor, as_RI: Sequence[Tensor], grad_as_RI: Sequence[Tensor], scales_TR: Tensor
 ) -> Tensor:
     """Return the gradient of x [T, I]; accumulate those of A."""
-    grad_scaled_TN = scaled(grad_inner_TN.clone(), scales_TR)
+    grad_scaled_TN = apply_scales(grad_inner_TN.clone(), scales_TR)
     for grad_a_RI, grad_TR in zip(grad_as_RI, grad_scaled_TN.chunk(len(as_RI), 1), strict=True):
         add_product(grad_a_RI, grad_TR, x_TI)
     return grad_scaled_TN @ torch.cat(list(as_RI))
@@ -46,7 +46,7 @@ def multiply_b(
     scales_TR: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return [T, O] of inner products [T, R], and these scaled, for backward, which adds to `grad_b_RO`."""
-    scaled_TR = scaled(inner_TR.clone(), scales_TR)
+    scaled_TR = apply_scales(inner_TR.clone(), scales_TR)
     return scaled_TR @ b_RO, scaled_TR
 
 
@@ -56,7 +56,7 @@ def multiply_b_backward(
 ) -> Tensor:
     """Return the gradient of the inner products [T, R]; accumulate that of B."""
     add_product(grad_b_RO, scaled_TR, grad_y_TO)
-    return scaled(grad_y_TO @ b_RO.T, scales_TR)
+    return apply_scales(grad_y_TO @ b_RO.T, scales_TR)
 
 
 class _SharedAContext(Context, Protocol):

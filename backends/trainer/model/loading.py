@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from tinker_server.backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
+from tinker_server.backends.base_weights.mapped import BaseTensors, Files, JoinedViews, map_tensors
 from tinker_server.backends.families.coverage import fp8_linears
 from tinker_server.backends.families.deepseek_v3 import not_loaded
 from tinker_server.backends.families.family import Family
@@ -113,7 +113,7 @@ def _mapped(config: ModelSpec, world: World, dtype: torch.dtype, staying: Collec
     """Return the files' tensors, of the holder on this rank's GPU."""
     gpus = config.placement.gpus
     base_socket = config.base_socket(gpus[world.machine.rank] if gpus else None)
-    return checked_tensors(Path(config.directory), base_socket, world.device, dtype, staying)
+    return map_tensors(Path(config.directory), base_socket, world.device, dtype, staying)
 
 
 def _model(

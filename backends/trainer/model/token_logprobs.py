@@ -21,8 +21,8 @@ from tinker_server.backends.trainer.lora.linear import (
     LoraLinear,
     add_lora_gradients,
     add_product,
+    apply_scales,
     lora_linears_backward,
-    scaled,
 )
 from tinker_server.backends.trainer.model import attention
 from tinker_server.backends.trainer.model.context import gather_tokens, slice_of, slice_tokens
@@ -210,7 +210,7 @@ def _widened(head: LoraLinear, num_tokens: int) -> Tensor | None:
 
 def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
     """Return [T, V] in float32, and the scaled inner products [T, R]."""
-    inner_TR = scaled(hidden_TH @ head.whole.a_RI.T, scales_TR)
+    inner_TR = apply_scales(hidden_TH @ head.whole.a_RI.T, scales_TR)
     if widened_VH is not None:
         return _head_logits(torch.cat([hidden_TH, inner_TR], 1), widened_VH, head.bias), inner_TR
     logits_TV = _head_logits(hidden_TH, head.weight, head.bias)

@@ -118,7 +118,7 @@ class BatchRequest:
         """Count the images of some datums."""
         return sum(len(self.layouts[index].spans) for index in indices)
 
-    def computed(self, indices: Sequence[int]) -> None:
+    def mark_computed(self, indices: Sequence[int]) -> None:
         """Mark these datums as computed."""
         done = set(indices)
         plan = [[[index for index in part if index not in done] for part in step] for step in self._plan]
@@ -139,12 +139,12 @@ class BatchRequest:
         return ForwardBackwardOutput(
             loss_fn_outputs=[outputs[index] for index in range(len(self.data))],
             metrics=metrics((values for share in shares for values in share.observed), self.loss)
-            | self._replayed(shares)
+            | self._count_replayed(shares)
             | self._count_shared(shares)
             | ({self._note: 1.0} if self._note else {}),
         )
 
-    def _replayed(self, shares: Sequence[Share]) -> dict[str, float]:
+    def _count_replayed(self, shares: Sequence[Share]) -> dict[str, float]:
         """Return the count of router replay; empty if no routing is replayed at all."""
         counts = [count for share in shares for count in share.replayed.values()]
         return {"replayed_tokens:sum": float(sum(counts))} if counts else {}

@@ -128,7 +128,7 @@ class TrainingStep:
         except BackendFailed as error:  # some models may have their gradient: no request can be computed again
             return dict.fromkeys(requests, error)
         for request, indices in (pair for each in chosen for pair in each.items()):
-            request.computed(indices)
+            request.mark_computed(indices)
         return {}
 
     def _run(self, parts: Sequence[Part], models: Sequence[LoraModel], *, shares: bool) -> Tensor:
@@ -165,7 +165,7 @@ class TrainingStep:
             ]
             batch = replace(batch, tower_scales=scales)
         if self._base.router_replay is not None:
-            experts_LTK = _replayed_experts(parts, self._base.router_replay, len(batch.targets_TK))
+            experts_LTK = _find_experts(parts, self._base.router_replay, len(batch.targets_TK))
             batch = replace(batch, experts_LTK=experts_LTK)
         losses = []
         for part in parts:
@@ -242,7 +242,7 @@ def _token_scales(parts: Sequence[Part], scales_PR: Tensor, num_tokens: int) -> 
     return torch.cat([scales_TR, scales_TR.new_zeros(num_tokens - len(scales_TR), scales_TR.shape[1])])
 
 
-def _replayed_experts(parts: Sequence[Part], replay: RouterReplay, num_tokens: int) -> Tensor:
+def _find_experts(parts: Sequence[Part], replay: RouterReplay, num_tokens: int) -> Tensor:
     """Return [L, T, K], as `Microbatch.experts_LTK`; the requests' shares get the number of tokens with known
     routing."""
     found = []

@@ -19,7 +19,7 @@ from tinker_server.backends.trainer.step.losses import CLIP_HIGH, CLIP_LOW, LOSS
 STABLE_REINFORCE = "stable_reinforce"
 
 
-def published(loss_input: ForwardBackwardInput, stable_reinforce: str | None) -> ForwardBackwardInput:
+def replace_stable_reinforce(loss_input: ForwardBackwardInput, stable_reinforce: str | None) -> ForwardBackwardInput:
     """Replace `stable_reinforce` by the published loss that the operator chose, with the same datums.
 
     Its config stays: keys that the published loss does not have are refused like any other.

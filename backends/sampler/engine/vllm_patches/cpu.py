@@ -29,7 +29,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1d_fwd_cpu
 
-from tinker_server.backends.families.gpt_oss import gated
+from tinker_server.backends.families.gpt_oss import apply_gate
 from tinker_server.backends.sampler.engine.vllm_patches import targets
 from tinker_server.backends.sampler.engine.vllm_patches.lora import kernels_with_prompt_rows, rows_by_slot
 
@@ -113,7 +113,7 @@ def _expand(inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, add
 
 _ACTIVATIONS: dict[MoEActivation, Callable[..., Tensor]] = {
     MoEActivation.SILU: lambda gate, up: F.silu(gate) * up,
-    MoEActivation.SWIGLUOAI_UNINTERLEAVE: gated,
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: apply_gate,
     MoEActivation.RELU2_NO_MUL: lambda up: F.relu(up).square(),
 }
 """Of gate and up, or of up alone."""

@@ -16,7 +16,7 @@ WRITES = """
 import os, sys, torch
 from tinker_server.backends.base_weights.shared_memory import share
 tensor = torch.ones(4)
-mapped = share([tensor])[id(tensor)].mapped()
+mapped = share([tensor])[id(tensor)].map()
 assert mapped.tolist() == [1] * 4
 print("mapped", flush=True)
 mapped.mul_(2)
@@ -73,7 +73,7 @@ def test_shared_tensors_keep_layout_ties_and_contents() -> None:
     wanted = [one.clone() for one in tensors]
     shared = share(tensors)
     for one, original in zip(tensors, wanted, strict=True):
-        mapped = shared[id(one)].mapped()
+        mapped = shared[id(one)].map()
         assert mapped.equal(original) and one.equal(original) and mapped.stride() == one.stride()
     assert shared[id(whole)].begin == shared[id(tensors[1])].begin
 

@@ -25,7 +25,7 @@ from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.configure.memory_plan import Demand, trainer_parts
 from tinker_server.backends.families.coverage import ImageToken, image_token
 from tinker_server.backends.families.family import Family, RenderedImage
-from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.families.lora_names import find_trained_modules
 from tinker_server.backends.families.registry import find_family
 from tinker_server.backends.trainer.distributed import ALONE
 from tinker_server.backends.trainer.lora.adapters import Adapters
@@ -115,7 +115,7 @@ def test_a_frozen_towers_call_takes_what_is_planned(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("kind", QWEN)
 def test_a_trained_towers_call_saves_what_is_planned(kind: str, tmp_path: Path) -> None:
     family, model, token = wide_model(kind, tmp_path, torch.bfloat16)
-    modules = trained_modules(family, model, train_vision=True)
+    modules = find_trained_modules(family, model, train_vision=True)
     adapters = Adapters(model.requires_grad_(False), modules, 8, ALONE)
     scales_R = adapters.load([adapters.create(Trainable(rank=8, seed=0, train_vision=True))])[0]
     held = [*model.parameters(), *model.buffers(), *(one for loaded in adapters._loaded for one in loaded._all())]

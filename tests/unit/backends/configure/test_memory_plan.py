@@ -40,7 +40,7 @@ from tinker_server.backends.configure.memory_plan import (
 )
 from tinker_server.backends.configure.nearest_fit import plan_or_suggest, suggestions
 from tinker_server.backends.configure.placement import make_plan, placement
-from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.families.lora_names import find_trained_modules
 from tinker_server.backends.families.registry import find_family
 from tinker_server.backends.model_spec import Device
 from tinker_server.backends.protocol import BackendFailed
@@ -97,7 +97,7 @@ def test_base_and_adapters_take_what_is_planned(kind: str, layout: LoraLayout, n
         projector = [one for name, one in model.named_parameters() if "multi_modal_projector" in name]
         assert sum(one.numel() for one in (*tower, *projector)) == found.size.numbers.tower
 
-    modules = trained_modules(family, model, train_vision=trains_vision)
+    modules = find_trained_modules(family, model, train_vision=trains_vision)
     adapters = Adapters(model, modules, RANK, World(0, num_ranks, torch.device("cpu")))
     lora = adapters.create(Trainable(rank=RANK, seed=0, train_vision=trains_vision, layout=layout))
     weights = [half for stack in lora.stacks for half in (stack.a_LrI, stack.b_LrO)]

@@ -58,7 +58,7 @@ def test_pixels_normalised_later_are_bitwise_the_processors_own(kind, source, pr
     pixels = present(vision).process(noise)["pixel_values"]
     assert pixels.dtype == torch.uint8
     wanted = processor.own([noise], return_tensors="pt", **KINDS[kind][1])["pixel_values"].to(dtype)
-    normalised = present(vision).normalised(pixels, dtype)
+    normalised = present(vision).normalise(pixels, dtype)
     assert normalised.dtype == dtype
     assert torch.equal(normalised, wanted.view_as(normalised))
 
@@ -68,15 +68,15 @@ def test_every_value_of_every_channel_is_normalised_as_the_processor_does(proces
     own = processor.own
     statistics = tuple(own.image_mean), tuple(own.image_std)
     wanted = own.rescale_and_normalize(values_3V[None, :, None], True, own.rescale_factor, True, *statistics)
-    assert torch.equal(processor.normalised(values_3V.view(1, -1), torch.float32), wanted.view(1, -1))
+    assert torch.equal(processor.normalise(values_3V.view(1, -1), torch.float32), wanted.view(1, -1))
 
 
 def test_many_patches_are_normalised_part_by_part(processor, monkeypatch) -> None:
     pixels = torch.randint(0, 256, (7, 12), dtype=torch.uint8)
-    whole = processor.normalised(pixels, torch.float32)
+    whole = processor.normalise(pixels, torch.float32)
     for cells in (1, 25, 36):
         monkeypatch.setattr("tinker_server.backends.families.processors._VALUES_AT_ONCE", cells)
-        assert torch.equal(processor.normalised(pixels, torch.float32), whole)
+        assert torch.equal(processor.normalise(pixels, torch.float32), whole)
 
 
 def test_a_trainers_pixels_stay_bytes_and_a_samplers_are_normalised(source) -> None:
@@ -89,7 +89,7 @@ def test_a_trainers_pixels_stay_bytes_and_a_samplers_are_normalised(source) -> N
     assert pixels.dtype == torch.uint8 and pixels.nbytes == present(sampler.family.vision).size_bytes(
         sampler.layout(model_input, "prompt")[1][0].grid
     )
-    wanted = present(sampler.family.vision).normalised(pixels, torch.bfloat16)
+    wanted = present(sampler.family.vision).normalise(pixels, torch.bfloat16)
     assert torch.equal(rounded.tensors["pixel_values"], wanted)
 
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 from tests.published import COOKBOOK, NOT_FOUND, SERVICE_COUNTS
 from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.families.coverage import check_coverage
-from tinker_server.backends.families.lora_names import trained_modules
+from tinker_server.backends.families.lora_names import find_trained_modules
 from tinker_server.backends.families.registry import find_family
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.trainer.lora.adapters import Adapters
@@ -45,7 +45,7 @@ def count(name: str) -> tuple[int, int, int]:
     check_coverage(family, config, name)
     with torch.device("meta"):
         model = family.model_class.from_config(config, dtype=torch.bfloat16)
-    modules = trained_modules(family, model, train_vision=False)
+    modules = find_trained_modules(family, model, train_vision=False)
     made = Adapters(model, modules, max_rank=1).create(Trainable(rank=1, seed=0, layout="service"))
     found = dict.fromkeys(("train_mlp", "train_attn", "train_unembed"), 0)
     for stack in made.stacks:

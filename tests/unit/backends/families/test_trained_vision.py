@@ -15,8 +15,8 @@ from tests.factories import present
 from tests.fakes import FakeBaseModel
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5
 from tests.submitting import server
-from tinker_server.backends.families.coverage import check_coverage, untrained
-from tinker_server.backends.families.lora_names import tower_modules, trained_modules
+from tinker_server.backends.families.coverage import check_coverage, find_untrained
+from tinker_server.backends.families.lora_names import find_trained_modules, tower_modules
 from tinker_server.backends.families.qwen import Qwen3VLVision
 from tinker_server.backends.families.registry import find_family
 from tinker_server.backends.protocol import BackendFailed
@@ -70,11 +70,11 @@ def test_every_linear_of_a_trained_tower_has_one_flag_and_its_patch_embedding_no
     assert trained.adapter > frozen.adapter
     with torch.device("meta"):
         model = family.model_class.from_config(config)
-    groups = trained_modules(family, model, train_vision=True)
+    groups = find_trained_modules(family, model, train_vision=True)
     assert groups["train_vision"] == tower_modules(model, present(present(family.vision).lora))
     everything = [name for names in groups.values() for name in names]
-    assert list(untrained(model, everything, [])) == ["model.visual.patch_embed.proj.weight"]
-    assert "train_vision" not in trained_modules(family, model, train_vision=False)
+    assert list(find_untrained(model, everything, [])) == ["model.visual.patch_embed.proj.weight"]
+    assert "train_vision" not in find_trained_modules(family, model, train_vision=False)
 
 
 def test_a_tower_that_cannot_be_trained_is_refused_by_name(tiny_vl: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tinker_server.api_schemas.training import Layout
-from tinker_server.backends.families.gpt_oss import gated
+from tinker_server.backends.families.gpt_oss import apply_gate
 from tinker_server.backends.families.gpt_oss.experts import BiasedExperts
 from tinker_server.backends.trainer.lora.experts import LoraExperts
 from tinker_server.backends.trainer.lora.linear import TokenScales
@@ -81,7 +81,7 @@ def one_token(experts: LoraExperts, x_H: Tensor, expert: int, adapters: dict[str
     if not isinstance(base, BiasedExperts):
         return down @ (base.act_fn(gate_I) * up_I)
     gate_bias, up_bias = base.gate_up_bias[expert].split(INNER)
-    return down @ gated(gate_I + gate_bias, up_I + up_bias) + base.down_bias[expert]
+    return down @ apply_gate(gate_I + gate_bias, up_I + up_bias) + base.down_bias[expert]
 
 
 @pytest.mark.parametrize("layouts", [("service",), ("own", "service"), ("own",)], ids="+".join)

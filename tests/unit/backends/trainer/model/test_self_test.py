@@ -19,7 +19,7 @@ from tinker_server.backends.inputs.rendering import Rendered
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.trainer import base_model
 from tinker_server.backends.trainer.distributed import World
-from tinker_server.backends.trainer.lora.linear import SUMMED_TOKENS, add_product, summed_at_once
+from tinker_server.backends.trainer.lora.linear import SUMMED_TOKENS, add_product, split_sum
 from tinker_server.backends.trainer.model import self_test
 from tinker_server.backends.trainer.model.packing import Microbatch, Sample, pack
 from tinker_server.backends.trainer.model.self_test import OwnScores, packing_is_exact, require_whole_products
@@ -153,7 +153,7 @@ def test_a_product_that_drops_the_last_tokens_stops_the_trainer_at_start(lost, o
 def test_no_long_product_ends_with_a_few_tokens_of_a_step():
     """cuBLAS loses 1 to 3 of them; tests/gpu/test_kernels.py tries its kernels."""
     for num_tokens in range(1, 5 * SUMMED_TOKENS):
-        found = summed_at_once(num_tokens)
+        found = split_sum(num_tokens)
         assert [token for tokens in found for token in range(tokens.start, tokens.stop)] == list(range(num_tokens))
         lengths = [tokens.stop - tokens.start for tokens in found]
         assert all(length % SUMMED_TOKENS not in (1, 2, 3) or length <= 3 for length in lengths), num_tokens
