@@ -1,4 +1,4 @@
-"""Find out what this machine, or one with other GPUs, could serve, without loading anything."""
+"""Find out what this machine, or a machine with other GPUs, could serve, without loading anything."""
 
 import platform
 from dataclasses import replace
@@ -79,7 +79,8 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
 
 
 def _fitting(config: BackendConfig, machine: Machine) -> list[FittingCards]:
-    """Return the cards that would do for all models. None, if one is not supported on CUDA, or there is no model."""
+    """Return the cards that would do for all models. None, if any model is not supported on CUDA, or there is no
+    model."""
     on_cuda = config.model_copy(update={"device": "cuda"})
     try:
         directories = {local_directory(source): name for name, source in config.models.items()}

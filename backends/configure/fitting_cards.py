@@ -16,7 +16,7 @@ _SHORT_CONTEXT = 16384
 
 
 def fitting_cards(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine) -> list[FittingCards]:
-    """Return the cards for the context that is asked for, else the models' own; and for a shorter one if others do.
+    """Return the cards for the context that is asked for, else the models' own; and for a shorter context if others do.
 
     `sizes` are those on CUDA. Empty if no card does.
     """
@@ -32,7 +32,7 @@ def fitting_cards(sizes: Sequence[ModelSize], config: BackendConfig, machine: Ma
 def _smallest(
     sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, context: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield a number of cards with the smallest that does, as long as more cards may be smaller ones."""
+    """Yield a number of cards with the smallest that does, as long as more cards may be smaller cards."""
     at_context = config.model_copy(update={"max_context_length": context, "device": "cuda"})
     candidates = sorted(CARDS_GIB, key=CARDS_GIB.__getitem__)
     for count in _COUNTS:

@@ -48,7 +48,7 @@ def read_gpus(numbers: Iterable[int]) -> list[GpuState]:
 
 
 def smallest_gpu(numbers: Iterable[int]) -> int:
-    """Return the memory of the smallest GPU with one of these numbers, in bytes; 0 if it cannot be read."""
+    """Return the memory of the smallest GPU of these numbers, in bytes; 0 if it cannot be read."""
     return min((gpu.total_bytes for gpu in read_gpus(numbers)), default=0)
 
 

@@ -1,7 +1,7 @@
-"""The bytes of every part of a model on every GPU: the one formula of the start, of `doctor` and of refusals.
+"""The bytes of every part of a model on every GPU: the formula of the start, of `doctor` and of refusals.
 
 Weights, adapters, slots and KV cache follow from shapes, and are exact. Activations, graphs and contexts are estimates,
-fitted to one H200 with a dense model of 4 billion. The trainer measures its own at start, and vLLM its own: an
+fitted to an H200 with a dense model of 4 billion. The trainer measures its own at start, and vLLM its own: an
 estimate that is off moves memory between them and what is left over, and refuses a little too early or too late. Pure
 arithmetic: knows no file and no device.
 """
@@ -29,7 +29,7 @@ ENGINE_CONTEXT_BYTES = 5 << 28
 """vLLM's own context, which it does not count in its part of a GPU, 0.5 to 0.7 GiB on an H200, and as much for the
 driver: an engine does not start if less than its part is free."""
 HOLDER_CONTEXT_BYTES = int(0.6 * GIB)
-"""The context of a process that holds the one copy of a base."""
+"""The context of a process that holds the shared copy of a base."""
 PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
@@ -38,7 +38,7 @@ _SMALLEST_GRAPH_TOKENS = 256
 
 @dataclass(frozen=True)
 class Demand:
-    """Work that one model's trainer and engines must have room for."""
+    """Work that a model's trainer and engines must have room for."""
 
     context: int
     lora_rank: int
@@ -90,7 +90,7 @@ class MemoryPlan:
 
     device: str
     totals: tuple[int, ...]
-    """Bytes of each GPU that can be used; on the CPU one number, the free main memory."""
+    """Bytes of each GPU that can be used; on the CPU a single number, the free main memory."""
     demands: Mapping[str, Demand]
     layouts: Mapping[str, Layout]
     parts: tuple[MemoryPart, ...] = field(repr=False, default=())
@@ -192,7 +192,7 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
 
 
 def adapter_bytes(size: ModelSize, rank: int, num_ranks: int) -> int:
-    """Return the bytes of one LoRA model in training on each rank: working copy, gradient, its shards of masters and
+    """Return the bytes of a LoRA model in training on each rank: working copy, gradient, its shards of masters and
     moments; on one rank the masters are the working copy."""
     numbers = size.adapter_numbers(rank)
     shards = -(-numbers * (_MASTER_BYTES + _MOMENTS_BYTES) // num_ranks)
@@ -230,7 +230,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
     if tensor_parallel == 1:
-        parts["step"] += 2 * size.unpacking_bytes  # gate and up are one matrix there
+        parts["step"] += 2 * size.unpacking_bytes  # gate and up are joined there
     if size.image_token is not None:
         parts["images"] = size.image_token.forward * step_tokens
         if demand.engine_tokens < ENGINE_TOKENS:  # a step may have an image that is larger, alone

@@ -21,8 +21,8 @@ from tinker_server.backends.trainer.model.sample_chunks import CHUNK
 from tinker_server.backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 
 TRAINED_IMAGE_TOKENS = 1024
-"""Tokens of the largest image for whose backward through the vision tower there is room in any case. A larger one needs
-what the microbatches leave."""
+"""Tokens of the largest image for whose backward through the vision tower there is room in any case. A larger matrix
+needs what the microbatches leave."""
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _LEAST_KV_CACHE = {"cpu": 512 << 20, "cuda": 1 << 30}
@@ -71,7 +71,7 @@ class ModelSize:
     packed_bytes: int = 0
     """Bytes that they take, with their scales."""
     can_be_shared: bool = True
-    """True if trainer and engine can map one copy of the base."""
+    """True if trainer and engine can map the same copy of the base."""
     tensor_parallels: tuple[int, ...] = (1,)
     """Numbers of ranks that an engine can have."""
     context_parallels: tuple[int, ...] = (1,)
@@ -81,7 +81,7 @@ class ModelSize:
 
     @property
     def base_bytes(self) -> int:
-        """Bytes of one copy of the base that no ranks divide."""
+        """Bytes of a copy of the base that no ranks divide."""
         return (self.numbers.base - self.packed_numbers) * self.number_bytes + self.packed_bytes
 
     @property
@@ -194,7 +194,7 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
     """Estimate the bytes that a layer saves of a token: its input in float32, the norms' outputs, queries, keys, values
     and attention's output, gate and up. 73.0 KiB for 4 billion parameters, where 73.7 were measured on an H200.
 
-    Where layers have Mamba2, attention, an MLP or experts alone, it is the most that one of them saves."""
+    Where layers have Mamba2, attention, an MLP or experts alone, it is the most that any of them saves."""
     hidden = text_config.hidden_size
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
     attention = 2 * (heads + key_heads) * head_width(text_config)

@@ -1,10 +1,10 @@
 """Choose every base model's GPUs, sizes and memory so that the plan fits, or refuse with every figure.
 
-Trainer and engine map one copy of a model on each GPU where both can have it whole; else a model is in memory once in
-its trainer and once in each engine of its sampler, several trainer ranks share its weights unless each has room for
+Trainer and engine map the same copy of a model on each GPU where both can have it whole; else a model is in memory once
+in its trainer and once in each engine of its sampler, several trainer ranks share its weights unless each has room for
 all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
 settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
-the default context, trainer and engine on the same ones rather than apart; then ranks and engines on all GPUs, which
+the default context, trainer and engine on the same GPUs rather than apart; then ranks and engines on all GPUs, which
 the models have evenly between them; then the largest rank; then the most models at once. On each GPU what is left over
 is divided evenly among its models: a trainer takes at most half of it, for microbatches that recompute nothing, and
 the KV cache the rest.
@@ -39,8 +39,8 @@ from tinker_server.backends.protocol import BackendFailed
 CONTEXTS = {"cpu": (8192,), "cuda": (32768, 28672, 24576, 20480, 16384, 12288, 8192)}
 """Contexts that are tried where none is set."""
 _MORE_TOKENS = 256
-"""Tokens of a KV cache beyond a context: one block that vLLM leaves empty, and one for the token that it draws behind a
-whole context. On a CPU a block has 128 tokens."""
+"""Tokens of a KV cache beyond a context: a block that vLLM leaves empty, and a block for the token that it draws behind
+a whole context. On a CPU a block has 128 tokens."""
 MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 LORA_RANKS = (128, 64, 32, 16, 8)
 RECIPES_RANK = 32
@@ -304,7 +304,8 @@ class _Search:
         yield from sorted(fitting, key=lambda split: (_num_used(*split), split[2], -split[0], split[1]))
 
     def _is_whole(self, ranks: int) -> bool:
-        """Return whether each of so many ranks has the whole base in any case: an only rank, and one that maps it."""
+        """Return whether each of so many ranks has the whole base in any case: an only rank, and a rank that maps
+        it."""
         return ranks == 1 or self._config.base_copies == 1
 
     def _layouts(self, ranks: int, tensor_parallel: int, *, replicates: bool, is_apart: bool) -> dict[str, Layout]:
@@ -363,9 +364,9 @@ class _Search:
 
 def _usable(totals: Sequence[int], layouts: Collection[Layout]) -> tuple[int, ...]:
     """Return the bytes of each GPU that plans can use: a model's ranks, and its engines, get the same fraction of each
-    of their GPUs, so that larger ones count as the smallest of them."""
+    of their GPUs, so that larger GPUs count as the smallest of them."""
     usable = list(totals)
-    for _ in layouts:  # models that share a GPU pass a smaller one on to each other
+    for _ in layouts:  # models that share a GPU pass a smaller share on to each other
         for layout in layouts:
             gpus = {*layout.trainer, *chain.from_iterable(layout.engines)}
             smallest = min(usable[gpu] for gpu in gpus)

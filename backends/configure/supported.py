@@ -64,7 +64,7 @@ class Support:
 
     @property
     def dtype(self) -> Dtype:
-        """The precision. Raises BackendFailed for one that the engine does not have."""
+        """The precision. Raises BackendFailed for a setting that the engine does not have."""
         chosen = self.config.dtype
         if self.device == "cpu" and self.renderer.family.needs_bfloat16_on_cpu:
             if chosen == "float32":
@@ -89,14 +89,14 @@ class Support:
 
     @property
     def can_be_shared(self) -> bool:
-        """True if trainer and engine can map one copy of the base; unless it is asked for, only where a GPU has seen
-        it."""
+        """True if trainer and engine can map the same copy of the base; unless it is asked for, only where a GPU has
+        seen it."""
         is_asked = self.config.base_copies == 1
         was_seen = self.dtype == "bfloat16" and not self.config.cluster
         return self._reason_unshared() is None and (is_asked or was_seen)
 
     def _reason_unshared(self) -> str | None:
-        """Return the reason why trainer and engine cannot share one copy of the base, or None."""
+        """Return the reason why trainer and engine cannot share a copy of the base, or None."""
         config = self.config
         if (config.tensor_parallel or 1) > 1:
             return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"

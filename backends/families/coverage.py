@@ -22,7 +22,7 @@ from tinker_server.backends.protocol import BackendFailed
 
 @dataclass(frozen=True)
 class LoraMatrices:
-    """Matrices of one name and shape that take LoRA."""
+    """Matrices of the same name and shape that take LoRA."""
 
     name: str
     """Last part of their module's name; `experts` for all those of a mixture."""
@@ -46,7 +46,7 @@ class Numbers:
     """Numbers of a sharded base that ranks all-gather at once: all but the layers, and two layers."""
     more_of_own: int = 0
     """Numbers per LoRA rank that an adapter of the layout `own` has and of `service` has not: of factors that experts
-    share all but one expert's, and what linears have less."""
+    share all but the first expert's, and what linears have less."""
     divides_linears: bool = False
     """True if `service` has adapters of some rows of a linear, or leaves linears out."""
     more_of_blocks: int = 0
@@ -91,7 +91,7 @@ class ImageToken:
 
 
 def check_coverage(family: Family, config: PretrainedConfig, source: str, *, train_vision: bool = False) -> Numbers:
-    """Refuse a model unless every weight matrix is trained by exactly one flag, or frozen by its family.
+    """Refuse a model unless every weight matrix is trained by exactly 1 flag, or frozen by its family.
 
     `train_vision`: the server's setting. Builds the model of `config` without memory for its weights. Raises
     BackendFailed with the weights' names.
@@ -191,7 +191,7 @@ def image_token(config: PretrainedConfig, number_bytes: int) -> ImageToken | Non
 
 def _matrices(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int, int]]:
     """Return count, outputs and inputs of a module's matrices that take LoRA."""
-    if "gate_up_proj" in parameters:  # two matrices of each expert in one tensor
+    if "gate_up_proj" in parameters:  # two matrices of each expert joined in a tensor
         num_experts, hidden, inner = parameters["down_proj"].shape
         if parameters["gate_up_proj"].shape[1] == inner:  # gpt-oss's: inputs before outputs
             hidden, inner = inner, hidden

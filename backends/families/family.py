@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 LoraFlag = Literal["train_attn", "train_mlp", "train_unembed", "train_vision"]
-"""A field of a request's lora_config; the last one is the server's to set."""
+"""A field of a request's lora_config; the last is the server's to set."""
 ImageFeatures = tuple[Tensor, ...]
-"""A vision tower's output for one image: its tokens [N, H] first, then whatever else the decoder takes."""
+"""A vision tower's output for an image: its tokens [N, H] first, then whatever else the decoder takes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RenderedImage:
     hash: str
     """sha256 of the file's bytes."""
     tensors: Mapping[str, Tensor]
-    """Tensors named as in forward, with one row or more each, except pixels in bytes: those are as `Vision.process`
+    """Tensors named as in forward, with at least a row each, except pixels in bytes: those are as `Vision.process`
     gives them. Pixels are missing if they were not asked for."""
 
     @property
@@ -50,7 +50,7 @@ class RenderedImage:
 
 @dataclass(frozen=True)
 class EngineField:
-    """The rule by which vLLM splits one of forward's tensors into images."""
+    """The rule by which vLLM splits a tensor of forward into images."""
 
     one_row_each: bool = False
     """If false, an image has as many rows as its own tensor."""
@@ -119,10 +119,10 @@ class Vision(Protocol):
 
     @property
     def feature_id(self) -> int:
-        """The one of `image_ids` whose embeddings the image's features replace."""
+        """The token of `image_ids` whose embeddings the image's features replace."""
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """Return all of forward's tensors of one image, by the model's own processor. Only the pixels are uint8, and
+        """Return all of forward's tensors of an image, by the model's own processor. Only the pixels are uint8, and
         not yet as forward takes them."""
 
     @property
@@ -142,7 +142,7 @@ class Vision(Protocol):
 
 
 class Family(Protocol):
-    """One kind of model, made from one model's directory."""
+    """A kind of model, made from a model's directory."""
 
     @property
     def vision(self) -> Vision | None:
@@ -161,7 +161,7 @@ class Family(Protocol):
         """Return transformers' attn_implementation; `decoder` names the language model's."""
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """Return [1, T] or [R, 1, T] int64, one input's positions, which restart with every input of a packed
+        """Return [1, T] or [R, 1, T] int64, an input's positions, which restart with every input of a packed
         microbatch."""
 
     @property
@@ -182,7 +182,7 @@ class Family(Protocol):
 
     @property
     def unshared(self) -> str | None:
-        """The reason why trainer and engine cannot share one copy of the base, or None."""
+        """The reason why trainer and engine cannot share a copy of the base, or None."""
 
     @property
     def needs_bfloat16_on_cpu(self) -> bool:

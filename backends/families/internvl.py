@@ -41,7 +41,7 @@ class InternVL(Tiled):
 
 
 class InternVLVision:
-    """`Vision`: tiles of the image, then the whole image in one, between a mark of begin and one of end."""
+    """`Vision`: tiles of the image, then the whole image as a tile, between marks of begin and end."""
 
     lora = None
     is_divided = False
@@ -75,7 +75,7 @@ class InternVLVision:
         return self._num_tiles(grid) * self._tile_tokens + 2
 
     def _num_tiles(self, grid: tuple[int, int]) -> int:
-        """Count the tiles; if there are several, the whole image is one more."""
+        """Count the tiles; if there are several, the whole image is a further tile."""
         num_tiles = grid[0] * grid[1]
         return num_tiles + 1 if num_tiles > 1 else 1
 

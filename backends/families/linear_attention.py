@@ -15,7 +15,7 @@ ENGINE_SLICES: Mapping[str, tuple[str, ...]] = {
     "in_proj_qkvz": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"),
     "in_proj": ("gate_proj", "x_proj"),
 }
-"""Adapters that the hosted service has for the first slices of one linear of the engine."""
+"""Adapters that the hosted service has for the first slices of a linear of the engine."""
 
 
 def engine_slices(linear: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Modules that a request's train_attn, train_mlp, train_unembed and train_vision train: the one list of their
+"""Modules that a request's train_attn, train_mlp, train_unembed and train_vision train: the only list of their
 names."""
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ LINEAR_ATTENTION = tuple(
     [f"linear_attn.in_proj_{inputs}" for inputs in ("qkvz", "ba", "qkv", "z", "b", "a")]
     + ["linear_attn.out_proj", "mixer.in_proj", "mixer.out_proj"]
 )
-"""Qwen3-Next has two input projections, Qwen3.5 four, and Mamba2 one."""
+"""Qwen3-Next has two input projections, Qwen3.5 four, and Mamba2 a single projection."""
 ENGINE_MODULES = (
     *ATTENTION,
     *deepseek_v3.LATENT_ATTENTION,
@@ -28,7 +28,7 @@ ENGINE_MODULES = (
 )
 """The engine's names of the same. The input embeddings are not among them, though a tied head shares their weight."""
 EXPERT_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""The engine's names of the adapters of one matrix of all a layer's experts, in its order."""
+"""The engine's names of the adapters of a matrix of all a layer's experts, in its order."""
 UNGATED_STACKS = {"up_proj": "w1", "down_proj": "w2"}
 """The same of experts without a gate."""
 
@@ -113,7 +113,7 @@ def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
-    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor or up alone, with
+    """Return whether these are a layer's experts in transformers' own form, gate and up joined or up alone, with
     biases only if they are gpt-oss's."""
     known = tuple(getattr(module, name, None) for name in ("is_concatenated", "is_transposed", "has_bias"))
     return known == (True, False, False) or has_own_experts(module) or isinstance(module, BiasedExperts)

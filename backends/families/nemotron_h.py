@@ -1,6 +1,6 @@
 """Nemotron-H: layers of Mamba2, of attention without rotation, of MLPs and of experts, each alone in its layer.
 
-Experts have two matrices, with a squared ReLU between them, and one shared expert beside them. The router adds a
+Experts have two matrices, with a squared ReLU between them, and a shared expert beside them. The router adds a
 correction to the sigmoids by which it chooses, not to the weights.
 """
 

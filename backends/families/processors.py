@@ -19,22 +19,22 @@ from tinker_server.backends.protocol import BackendFailed
 _VALUES_AT_ONCE = 1 << 24
 """Values normalised at once, which are float32 for a moment."""
 _TESTED = ((64, 96), (100, 77))
-"""Heights and widths: one that most models do not resize, and one that they must."""
+"""Heights and widths: first a size that most models keep, then a size that they must change."""
 
 
 class ImageProcessor:
     """The processor of the model in a directory; resizes, cuts and normalises as its file says."""
 
     def __init__(self, source: str, **options: bool) -> None:
-        """`options` go to every call. Raises BackendFailed if there is no processor, or one that does more than
-        that."""
+        """`options` go to every call. Raises BackendFailed if there is no processor, or a processor that does more
+        than that."""
         try:
             # Trainer and sampler must see the same pixels: those of the torchvision backend.
             self.own = AutoImageProcessor.from_pretrained(source, backend="torchvision")
         except (OSError, ValueError) as error:
             raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
         self._options = options
-        # As transformers' `TorchvisionBackend` has it, in one step for rescaling and normalising.
+        # As transformers' `TorchvisionBackend` has it, in a single step for rescaling and normalising.
         self._affine_C = [torch.tensor(part) * (1 / self.own.rescale_factor) for part in self._statistics(source)]
         self._affine_on: dict[torch.device, list[Tensor]] = {}
         self._test(source)
@@ -64,7 +64,7 @@ class ImageProcessor:
         return own.image_mean, own.image_std
 
     def _test(self, source: str) -> None:
-        """Raise BackendFailed unless the two steps give what the processor gives in one."""
+        """Raise BackendFailed unless the two steps give what the processor gives at once."""
         for size in _TESTED:
             noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8))
             pixels = self(noise)["pixel_values"]

@@ -61,6 +61,6 @@ def _require_known_windows(config: PretrainedConfig, architecture: str, source: 
 
 
 def tool_parser(chat_template: str | None) -> str | None:
-    """Return vLLM's name of the parser of tool calls; None if the template teaches no calls that one of them reads."""
+    """Return vLLM's name of the parser of tool calls; None if the template teaches no calls that any of them reads."""
     fitting = [name for mark, name in _TOOL_PARSERS.items() if mark in (chat_template or "")]
     return next(iter(fitting), None)

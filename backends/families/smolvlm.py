@@ -37,7 +37,7 @@ class SmolVLM(Tiled):
 
 
 class SmolVLMVision:
-    """`Vision`: rows of tiles, each with its row and column in text, then the whole image in one."""
+    """`Vision`: rows of tiles, each with its row and column in text, then the whole image as a tile."""
 
     lora = None
     is_divided = True
@@ -48,7 +48,7 @@ class SmolVLMVision:
     }
 
     def __init__(self, source: str, config: PretrainedConfig) -> None:
-        # All tiles have one size: there is nothing to pad.
+        # All tiles have the same size: there is nothing to pad.
         self._processor = ImageProcessor(source, do_pad=False)
         self.normalise = self._processor.normalise
         self._tokenizer = AutoTokenizer.from_pretrained(source)
@@ -133,7 +133,7 @@ class SmolVLMVision:
         return tiles_bytes(self._num_tiles(grid), self._side, self._side)
 
     def _num_tiles(self, grid: tuple[int, int]) -> int:
-        """Count the tiles; one more is the whole image."""
+        """Count the tiles; the last is the whole image."""
         return grid[0] * grid[1] + 1
 
     def sizes_of_image(self, span: ImageSpan) -> dict[str, Tensor]:

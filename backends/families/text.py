@@ -24,9 +24,9 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
 UNSHARED = {gpt_oss.ARCHITECTURE: gpt_oss.UNSHARED}
 WITH_MIXED_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "exaone4", "cohere2")
-"""Types of decoders in which trainer and engine both have a window in some layers alone. Of others vLLM has one window
-for all layers or none (Qwen2 MoE: 3.2 nats beyond the window were measured), or fails at an assertion (Qwen2, Qwen3),
-or transformers has none (Llama)."""
+"""Types of decoders in which trainer and engine both have a window in some layers alone. Of others vLLM has a single
+window for all layers or none (Qwen2 MoE: 3.2 nats beyond the window were measured), or fails at an assertion (Qwen2,
+Qwen3), or transformers has none (Llama)."""
 WITH_DELTA_RULE = ("Qwen3NextForCausalLM",)
 
 

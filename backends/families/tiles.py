@@ -20,7 +20,7 @@ from tinker_server.backends.kernels.pinned_copy import to_device
 from tinker_server.backends.protocol import BackendFailed
 
 _AT_ONCE = 128
-"""Tiles in one call of the tower."""
+"""Tiles in a call of the tower."""
 
 
 class Tiled:
@@ -72,7 +72,7 @@ class TileTower:
         return {"pixel_values": torch.empty(0, device=device)}
 
     def output(self, features: Sequence[ImageFeatures]) -> object:
-        """Return all images' tiles [P, F, H], one after the other."""
+        """Return all images' tiles [P, F, H], in order."""
         return BaseModelOutputWithPooling(pooler_output=torch.cat([feature[0] for feature in features]))
 
 
@@ -82,8 +82,8 @@ def tiles_bytes(num_tiles: int, height: int, width: int) -> int:
 
 
 def token_ids(source: str, names: Sequence[str], image_token_id: int) -> Mapping[str, int]:
-    """Return ids of tokens by their texts; the last is that of an image's features. Raises BackendFailed for one that
-    the model's tokenizer lacks, and if the model's config has another `image_token_id`."""
+    """Return ids of tokens by their texts; the last is that of an image's features. Raises BackendFailed for a token
+    that the model's tokenizer lacks, and if the model's config has another `image_token_id`."""
     vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(source).get_vocab()
     missing = [name for name in names if name not in vocabulary]
     if missing:

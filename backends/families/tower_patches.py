@@ -1,4 +1,4 @@
-"""The methods of transformers' vision towers that are replaced in one model, and the code that they were written
+"""The methods of transformers' vision towers that are replaced in a model, and the code that they were written
 for."""
 
 from tinker_server.backends.patches import Patch

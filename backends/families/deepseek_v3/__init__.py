@@ -1,7 +1,7 @@
 """DeepSeek-V3: latent attention (MLA), and experts that a sigmoid router chooses by groups. Moonlight and Kimi K2 have
 the same architecture.
 
-Queries come from a token's latent, keys and values from another one; all heads share the rotated part of their keys.
+Queries come from a token's latent, keys and values from another latent; all heads share the rotated part of their keys.
 The engine computes whole keys and values as the trainer does (`processes/launcher.py`). In vLLM's own form of this
 attention `kv_b_proj` is multiplied into other matrices at load, which would leave out its adapters without an error.
 `engine` sets the norms inside vLLM.
@@ -64,7 +64,7 @@ def _rope_fields(config: PretrainedConfig) -> dict[str, tuple[object, object]]:
     if rope["rope_type"] != "yarn":
         return {"rope_type": (rope["rope_type"], "default")}
     longest = int(rope["factor"] * rope["original_max_position_embeddings"])
-    # Where one of both is missing, transformers does not read the other.
+    # Where either is missing, transformers does not read the other.
     both_or_none = rope.get("mscale") if rope.get("mscale_all_dim") else None
     return {
         "rope_parameters.attention_factor": (rope.get("attention_factor"), None),

@@ -38,8 +38,8 @@ class Gemma3(Tiled):
     frozen: Sequence[str] = ("model.vision_tower", "model.multi_modal_projector")
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
-        """`source` is the model's directory. Raises BackendFailed if it has no image processor, or one that crops
-        images, or a tower or windows with which the engine's numbers would be others."""
+        """`source` is the model's directory. Raises BackendFailed if it has no image processor, or a processor that
+        crops images, or a tower or windows with which the engine's numbers would be others."""
         ids = token_ids(source, (BEGIN, END, FEATURE), config.image_token_id)
         self.placeholders: Mapping[int, str] = {number: name for name, number in ids.items()}
         _require_windows(config, source)
@@ -47,7 +47,7 @@ class Gemma3(Tiled):
 
 
 class Gemma3Vision:
-    """`Vision`: all images have one size, and as many features."""
+    """`Vision`: all images have the same size, and as many features."""
 
     lora = None
     is_divided = True

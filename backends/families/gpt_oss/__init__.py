@@ -98,7 +98,7 @@ def in_common_layout(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, num_parts: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the files' tensors by name, those of experts dequantised, and gates before ups in each of so many parts of
-    a matrix. Raises ValueError if there are none of experts, or if half of one is missing."""
+    a matrix. Raises ValueError if there are none of experts, or if half of an expert is missing."""
     halves: dict[str, dict[str, Tensor]] = {}
     num_laid_out = 0
     for name, tensor in weights:

@@ -1,7 +1,7 @@
 """gpt-oss in vLLM 0.32 with adapters of each of an expert's three matrices.
 
-vLLM keeps gate and up interleaved, and adds to them what adapters of gate and of up give as if one stood above the
-other. Here they do: experts are loaded so, with the activation for it, which vLLM has for another kind of model. Files
+vLLM keeps gate and up interleaved, and adds to them what adapters of gate and of up give as if gate stood above
+up. Here they do: experts are loaded so, with the activation for it, which vLLM has for another kind of model. Files
 in MXFP4 are dequantised as they are read, for the trainer's base is too.
 """
 

@@ -3,7 +3,7 @@
 `pictures` has their image processor, `grids` what their towers derive from the sizes of images.
 
 T tokens, P patches, D values of a patch, N tokens of an image, H hidden width of the language model, E width of the
-tower, A width of one of its heads
+tower, A width of a head of the tower
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ class Qwen3VL:
 
 
 class Qwen3VLVision:
-    """`Vision`: an image is one placeholder per merged patch."""
+    """`Vision`: an image is a placeholder per merged patch."""
 
     is_divided = False
     engine_fields: Mapping[str, EngineField] = {
@@ -122,7 +122,7 @@ class Qwen3VLVision:
         return resized[0] // side, resized[1] // side
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
-        """Return one token per merged patch."""
+        """Return a token per merged patch."""
         return grid[0] * grid[1]
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
@@ -148,13 +148,13 @@ class Qwen3VLVision:
 
 
 class Qwen3VLTower:
-    """`VisionTower`; an image's features are its tokens and, in Qwen3-VL, one tap for each of the first decoder
+    """`VisionTower`; an image's features are its tokens and, in Qwen3-VL, a tap for each of the first decoder
     layers."""
 
     def __init__(
         self, model: PreTrainedModel, processor: PictureProcessor, dtype: torch.dtype, *, has_taps: bool
     ) -> None:
-        """`model` is the one whose forward calls its own get_image_features; it takes pixels of `dtype`."""
+        """`model` is the module whose forward calls its own get_image_features; it takes pixels of `dtype`."""
         self._run = model.get_image_features
         self._processor, self._dtype = processor, dtype
         self._grids = Grids(model.visual)
@@ -167,7 +167,7 @@ class Qwen3VLTower:
         self._splits_taps: bool
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """Compute all images in one call of the tower."""
+        """Compute all images in a single call of the tower."""
         pictures = [to_device(image.tensors["pixel_values"], device) for image in images]
         bytes_PD = torch.cat([self._processor.cut(picture_HW3) for picture_HW3 in pictures])
         pixels_PD = self._processor.normalise_patches(bytes_PD, self._dtype)
@@ -186,7 +186,7 @@ class Qwen3VLTower:
         return [tuple(part.clone() for part in features) for features in of_image]
 
     def _embed(self, pixels_PD: Tensor) -> Tensor:
-        """Return [P, E]: each patch is embedded alone, so its convolution is one product.
+        """Return [P, E]: each patch is embedded alone, so its convolution is a product.
 
         As nn.Conv3d on a GPU, it takes nine tenths of the whole tower's time.
         """
@@ -213,7 +213,7 @@ def _sizes(images: Sequence[RenderedImage]) -> Tensor:
 
 
 def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-    """Return [3, T] temporal, height and width positions of one input (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """Return [3, T] temporal, height and width positions of an input (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     Equals transformers' `get_rope_index`, but goes by spans: two images with no text between them stay two images.
     """

@@ -24,7 +24,7 @@ _SIZES = 256
 
 
 class Grids:
-    """Computes and caches these tensors for one vision tower."""
+    """Computes and caches these tensors for a vision tower."""
 
     def __init__(self, tower: PreTrainedModel) -> None:
         self._tower = tower
@@ -46,7 +46,7 @@ class Grids:
         return {f"image_{name}": value for name, value in (on_device | longest).items()}
 
     def _compute(self, frames: int, height: int, width: int) -> dict[str, Tensor]:
-        """Compute one image's tensors, [P, ...] each."""
+        """Compute an image's tensors, [P, ...] each."""
         tower, grid_13 = self._tower, torch.tensor([[frames, height, width]])
         found = {"position_ids": get_vision_position_ids(grid_13, tower.spatial_merge_size)}
         if hasattr(tower, "num_grid_per_side"):

@@ -34,7 +34,7 @@ class PictureProcessor(ImageProcessor):
         return self.normalise_patches(self.cut(pixels), dtype)
 
     def cut(self, picture_HW3: Tensor) -> Tensor:
-        """Return [P, D]: patches that will be merged are adjacent; each has its channels one after the other, and every
+        """Return [P, D]: patches that will be merged are adjacent; each has its channels in turn, and every
         channel once for each frame."""
         own = self.own
         size, merge = own.patch_size, own.merge_size

@@ -1,7 +1,7 @@
-"""LoRA models on one frozen base: each has adapters of its own rank, and any number of them share a packed microbatch.
+"""LoRA models on a frozen base: each has adapters of its own rank, and any number of them share a packed microbatch.
 
 Masters are ordinary float32 tensors whatever the base's precision (`model.py` has how ranks share them). A model's
-adapters of equal matrices of all layers are one layer-stacked tensor: an optimizer step, a copy or a sum is then a few
+adapters of equal matrices of all layers are a layer-stacked tensor: an optimizer step, a copy or a sum is then a few
 operations, not hundreds.
 
 L matrices, r rank of a model, I inputs and O outputs of a matrix, R summed ranks of a microbatch's models
@@ -241,7 +241,7 @@ class Buffers:
 def _want_gradient(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Make the embeddings require a gradient: nothing before the first layer's adapters does, and they would get none.
 
-    Returns a copy, as an input with images is one too: code is compiled separately for what a graph begins with.
+    Returns a copy, as an input with images is a copy too: code is compiled separately for what a graph begins with.
     """
     return output.requires_grad_().clone() if torch.is_grad_enabled() else output
 

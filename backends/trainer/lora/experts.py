@@ -1,6 +1,6 @@
 """Frozen experts of a mixture with the LoRA adapters of all models of a packed microbatch.
 
-A model's experts have adapters of one of two layouts, of its rank:
+A model's experts have adapters of either of two layouts, of its rank:
 
 - `own`: each expert has an adapter of its own on each of its three matrices, or two if it has no gate (as in PEFT and
   vLLM).
@@ -29,7 +29,7 @@ from tinker_server.backends.trainer.lora.shared_factors import multiply_a, multi
 
 
 class StackedExperts(Protocol):
-    """A mixture's experts as transformers has them, without biases. They have one of the first two tensors."""
+    """A mixture's experts as transformers has them, without biases. They have either of the first two tensors."""
 
     gate_up_proj: nn.Parameter
     """[E, 2 I, H]: gate above up."""
@@ -42,7 +42,7 @@ class StackedExperts(Protocol):
 
 
 class ExpertAdapters:
-    """The adapters of one matrix of every expert of a layer for the current microbatch, of the models of one layout;
+    """The adapters of a matrix of every expert of a layer for the current microbatch, of the models of the same layout;
     `Adapters.load` sets them. R is 0 if it has no such model."""
 
     a: Tensor

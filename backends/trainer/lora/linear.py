@@ -4,7 +4,7 @@ For a token x of model m, of rank r:  y = W x + (alpha / r) B_m A_m x.
 
 The models' adapters lie side by side, as R ranks; a token has its model's scale in that model's rank slice and 0 in all
 others. Two plain products so serve any mix of models and ranks. A linear also may have adapters of some of its rows, or
-none: models of a microbatch can have different ones (`Trainable.layout`).
+none: models of a microbatch can have different layouts (`Trainable.layout`).
 
 T tokens of a microbatch, I inputs and O outputs of a linear, R summed ranks of its models, N = R for each of some
 adapters
@@ -24,7 +24,7 @@ from tinker_server.backends.trainer.lora.packed_fp8 import unpack
 ALPHA = 32
 """Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
 SUMMED_TOKENS = 64
-"""Tokens that one step of a matrix kernel sums."""
+"""Tokens that a step of a matrix kernel sums."""
 _FEW_TOKENS = 8
 """cuBLAS 13.1 drops the last step's tokens if they are 1 to 3, in its split-K kernels on Hopper
 (`nvjet_sm90_tss_..._splitK`): a model that ends a microbatch of 14,593 tokens then loses its last token's gradient, and
@@ -45,7 +45,7 @@ class LinearAdapters:
     """The adapters of a linear, or of some of its rows, for the current microbatch; `Adapters.load` sets them.
 
     Their gradients are accumulated in `grad_a_RI` and `grad_b_RO`, in float32: autograd would round them to the compute
-    type, and hold one for each tensor.
+    type, and hold a gradient for each tensor.
     """
 
     a_RI: Tensor
@@ -146,7 +146,7 @@ def _linears(  # noqa: PLR0913
     places: Sequence[int],
     outputs: Sequence[int],
 ) -> list[Tensor]:
-    # The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
+    # The large product is added to the small product, not vice versa: y is then read once less, and rounded once.
     x_TI = x.flatten(0, -2)
     inner_TN = apply_scales(x_TI @ _cat(as_RI).T, scales_TR) if as_RI else x_TI.new_empty(x_TI.shape[0], 0)
     adapters = list(zip(_parts(inner_TN, len(bs_RO)), bs_RO, _split_places(places), strict=True))

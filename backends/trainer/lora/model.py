@@ -57,9 +57,9 @@ class Group:
     names: tuple[str, ...]
     """Names of the adapter's tensors in files: of each matrix, or of those of a layer's experts."""
     targets: tuple[LinearAdapters | ExpertAdapters, ...]
-    """Target modules: one matrix each, or some of its rows, or the matrices of a layer's experts."""
+    """Target modules: a matrix each, or some of its rows, or the matrices of a layer's experts."""
     target_names: tuple[str, ...]
-    """The engine's names of the target modules: a linear's own, and one for all experts of a layer."""
+    """The engine's names of the target modules: a linear's own, and an adapter for all experts of a layer."""
     positions: tuple[int, ...]
     """Index of each name among all that take LoRA, in the model's own order."""
     layout: Layout | None = None
@@ -93,7 +93,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StackedAdapter:
-    """One model's layer-stacked adapter of a group of matrices, as microbatches load it. `grad` is this rank's gradient
+    """A model's layer-stacked adapter of a group of matrices, as microbatches load it. `grad` is this rank's gradient
     since the last optim_step, at least float32."""
 
     group: Group
@@ -237,8 +237,8 @@ class LoraModel:
         return list(zip(halves[::2], halves[1::2], strict=True))
 
     def masters(self) -> dict[str, Tensor]:
-        """Return all masters, named and shaped as `tensors`: rank 0's alone, and on one rank views. All ranks call
-        it."""
+        """Return all masters, named and shaped as `tensors`: rank 0's alone, and views where it is the only rank. All
+        ranks call it."""
         return self._gather_named([parameter.data for parameter in self.parameters])
 
     def _gather_named(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -302,7 +302,7 @@ class LoraModel:
     def prepare_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
         """Clip the gradient, try the step, and return a function that takes it. All ranks fail, or none.
 
-        Raises InvalidInput if a weight or one of Adam's moments would not be finite on any rank, BackendFailed if
+        Raises InvalidInput if a weight or a moment of Adam's would not be finite on any rank, BackendFailed if
         machines compute different weights.
         """
         compares = self._world.num_machines > 1
@@ -385,6 +385,6 @@ class LoraModel:
 
 
 def _of_kind(optimizer_state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
-    """Return one of Adam's moments by adapter tensor."""
+    """Return a moment of Adam's by adapter tensor."""
     suffix = f":{key}"
     return {name.removesuffix(suffix): one for name, one in optimizer_state.items() if name.endswith(suffix)}

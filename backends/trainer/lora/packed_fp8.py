@@ -1,6 +1,6 @@
 """Frozen linears that stay in fp8 in the trainer's memory: dequantised for each product, in forward and in backward.
 
-What autograd keeps of one for backward is its packed bytes.
+What autograd keeps of a linear for backward is its packed bytes.
 
 O outputs and I inputs of a linear
 """
@@ -16,7 +16,7 @@ class PackedLinear(nn.Linear):
     """A frozen linear whose `weight` is packed."""
 
     def __init__(self, like: nn.Linear) -> None:
-        """Make one without memory."""
+        """Make a linear without memory."""
         with torch.device("meta"):
             super().__init__(like.in_features, like.out_features, like.bias is not None)
         num_bytes = block_fp8.packed_bytes(like.out_features, like.in_features)
@@ -29,8 +29,8 @@ class PackedLinear(nn.Linear):
 
 
 def unpack(weight: Tensor, num_outputs: int, num_inputs: int, like: Tensor) -> Tensor:
-    """Return a linear's weight [O, I], of these sizes, in the type of `like`. One that is not packed is returned as it
-    is."""
+    """Return a linear's weight [O, I], of these sizes, in the type of `like`. A weight that is not packed is returned
+    as it is."""
     if weight.dtype != torch.uint8:
         return weight
     return block_fp8.unpack(weight, like.new_empty(num_outputs, num_inputs))

@@ -1,6 +1,6 @@
-"""Reads a saved adapter: this server's, or one of another program, under PEFT's names or those of Tinker's tools.
+"""Reads a saved adapter: this server's, or another program's, under PEFT's names or those of Tinker's tools.
 
-Every tensor must be one of the model's, by its exact name: a tensor that is taken for another, or left out, gives wrong
+Every tensor must be the model's, by its exact name: a tensor that is taken for another, or left out, gives wrong
 numbers without an error. The header is checked before a tensor is read. Factors that experts share are read for models
 whose experts share them, also from files that repeat them for each expert; for models whose experts have adapters of
 their own they are repeated. Adapters of parts of a linear are read from an adapter of the whole, too, if it is of their
@@ -27,7 +27,7 @@ _DTYPES = ("F32", "F16", "BF16")
 _OF_BASE = ".base_layer."
 """In the names of the base's own tensors, which PEFT saves beside the adapter of a head or an embedding."""
 _MAX_NAMES = 3
-"""Names in one error."""
+"""Names in an error."""
 
 
 def read_adapter(
@@ -82,8 +82,8 @@ class _OtherForms(NamedTuple):
     """Names of those of whole linears, by the name of each part."""
 
     def rename(self, found: set[str]) -> set[str]:
-        """Return the names that a file's tensors have in the model's form. Raises InvalidInput if one is there in both
-        forms."""
+        """Return the names that a file's tensors have in the model's form. Raises InvalidInput if an adapter is there
+        in both forms."""
         others = {*self.wholes.values()}.union(*(names.values() for names in self.experts.values()))
         names = self.experts.keys() | self.wholes.keys()
         if twice := _some(found & names):

@@ -1,7 +1,7 @@
 """The config of a saved adapter, as PEFT writes it: what is read of it, and what else may be set.
 
 A field that changes what the adapter computes gives wrong numbers, without an error, where it is not read. So the
-fields that do not are listed, and every other one is refused if it is set.
+fields that do not are listed, and every other field is refused if it is set.
 """
 
 import json

@@ -28,7 +28,7 @@ are different, which would take gigabytes."""
 
 @dataclass
 class Share:
-    """One rank's results of a request."""
+    """A rank's results of a request."""
 
     outputs: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
     """By datum and name: the shape of its target_tokens, float32, nats."""
@@ -59,7 +59,7 @@ class CheckedBatch:
 
 
 class BatchRequest:
-    """One batch through one model, on one rank."""
+    """A batch through a model, on a rank."""
 
     def __init__(self, new: NewRequest, model: LoraModel, batch: CheckedBatch, plan: list[list[list[int]]]) -> None:
         """`plan` is what `plan_batch` made of the batch."""

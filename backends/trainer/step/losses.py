@@ -1,6 +1,6 @@
 """The losses of the protocol (docs/protocol.md, Training), the table that names them, and their metrics.
 
-Each is one pure function, which returns the loss of every position. A loss is their sum, never a mean: requests,
+Each is a pure function, which returns the loss of every position. A loss is their sum, never a mean: requests,
 microbatches and ranks then add up.
 
 T positions of a microbatch, K targets of a position, B datums
@@ -16,7 +16,7 @@ from torch import Tensor
 from tinker_server.api_schemas.training import MORE_OUTPUTS
 
 LARGEST_LOG_RATIO = 80.0
-"""nats. A larger log ratio counts as this one, in value and gradient: e^80 is 5.5e34, and float32 ends at 3.4e38."""
+"""nats. A larger log ratio counts as this, in value and gradient: e^80 is 5.5e34, and float32 ends at 3.4e38."""
 
 
 def cross_entropy(logprobs_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _sequence_ratio(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss for one microbatch."""
+    """Inputs of a loss for a microbatch."""
 
     logprobs_TK: Tensor
     tensors: Mapping[str, Tensor]
@@ -206,7 +206,7 @@ def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
         return observed
     logprobs_T = x.logprobs_TK.detach()[:, 0]
     gap_T = torch.where(trains_T, logprobs_T - x.tensors["logprobs"], 0.0)
-    # k1 and k3 estimate KL(sampling policy, current one): J. Schulman, "Approximating KL divergence", 2020.
+    # k1 and k3 estimate KL(sampling policy, current policy): J. Schulman, "Approximating KL divergence", 2020.
     k3_T = gap_T.exp() - 1 - gap_T
     ratio_T = loss.ratio(x).detach() * trains_T
     advantages_T = x.tensors["advantages"] * trains_T
@@ -264,7 +264,7 @@ class MicrobatchLoss:
 
 def metrics(observations: Iterable[Sequence[float]], loss: Loss) -> dict[str, float]:
     """Return metrics by name and reduction, which is how the SDK combines several requests' (protocol section 6.4).
-    Means are over positions that train; without any, or if one is not finite, they are left out."""
+    Means are over positions that train; without any, or if any is not finite, they are left out."""
     observations = list(observations)
     sums = {name: math.fsum(observation[index] for observation in observations) for index, name in enumerate(_SUMS)}
     named = {"loss:sum": sums["loss"], "tokens:sum": sums["tokens"]}

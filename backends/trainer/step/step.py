@@ -1,6 +1,6 @@
 """The training step: render, pack, forward, loss, backward, collect.
 
-A step computes one packed microbatch on each rank, all ranks side by side. Before forward the ranks agree that every
+A step computes a packed microbatch on each rank, all ranks side by side. Before forward the ranks agree that every
 rank has its inputs: if the base is sharded, or ranks compute slices of one microbatch, an error of one rank past that
 point would leave the others waiting.
 
@@ -33,7 +33,7 @@ Failures = dict[BatchRequest, Exception]
 
 @dataclass(frozen=True)
 class Part:
-    """The datums of one request in this rank's microbatch."""
+    """The datums of a request in this rank's microbatch."""
 
     request: BatchRequest
     indices: list[int]
@@ -82,7 +82,7 @@ class Packed:
 
 
 class TrainingStep:
-    """Computes packed microbatches on one rank."""
+    """Computes packed microbatches on a rank."""
 
     def __init__(self, base: BaseModel, world: World, keep_waiting: Callable[[float], None]) -> None:
         """`keep_waiting` is called before every microbatch with the seconds that it may take."""
@@ -116,7 +116,7 @@ class TrainingStep:
         try:
             with torch.set_grad_enabled(backward):
                 observed_P9 = self._run(parts, models, shares=len(requests) > 1)
-        except Exception as error:  # the failure of one microbatch must not stop the others
+        except Exception as error:  # the failure of a microbatch must not stop the others
             if self._base.is_coupled and not isinstance(error, (InvalidInput, BackendFailed)):
                 raise  # other ranks wait in a collective
             return _isolate(requests, to_broadcast(error))
@@ -187,7 +187,7 @@ class TrainingStep:
 
     def _require_finite(self, parts: Sequence[Part], *, shares: bool) -> None:
         """Raise InvalidInput if a log probability is not finite, or in a shared microbatch the gradient: 0 * NaN is
-        NaN, so that one model's may be in what was accumulated for the others."""
+        NaN, so that a model's may be in what was accumulated for the others."""
         for part in parts:
             part.request.require_finite(part.indices)
         if shares and torch.is_grad_enabled() and not all_finite(self._base.weights.accumulated):
