@@ -70,14 +70,14 @@ class ModelSpec(BaseModelInfo):
     device: Device
     dtype: Dtype
     weight_bytes: int = 0
-    """Bytes of one copy."""
+    """Bytes of a copy."""
     mesh: Mesh = Mesh()
     across_dtype: Dtype = "float32"
     """Precision in which adapters' gradients travel between the machines of a trainer."""
     placement: Placement = Placement()
     max_tokens_per_microbatch: int
     shares_microbatches: bool = False
-    """True if datums of several models may be computed in one microbatch."""
+    """True if datums of several models may be computed in the same microbatch."""
     stable_reinforce: str | None = None
     max_concurrent_samples: int
     engine_tokens: int = ENGINE_TOKENS

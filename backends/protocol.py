@@ -244,8 +244,8 @@ class Trainer(Protocol):
         operations run. The result is done once the directory is there: whole, or not at all."""
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
-        """Grant the trainer only to models that are being restored while the block runs: this one, and others in such a
-        block."""
+        """Grant the trainer only to models that are being restored while the block runs: this model, and others in
+        such a block."""
 
     def waits_for(self) -> str | None:
         """Say what keeps all operations from being computed; None if nothing does."""
@@ -393,7 +393,7 @@ class BaseModel(Protocol):
         """Return the bytes of the pixels of image files, three a pixel, from their headers; 0 for what is no image."""
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return what each token adds to the text. A character of several tokens belongs to its last one."""
+        """Return what each token adds to the text. A character of several tokens belongs to its last token."""
 
     def special_ids(self) -> frozenset[int]:
         """Return the ids of tokens that stand for no text, such as the end of a turn."""

@@ -1,7 +1,7 @@
-"""Drives the processes that hold a base model's weights, one on each of its GPUs, for trainer and engines to map.
+"""Drives the processes that hold a base model's weights, a process on each of its GPUs, for trainer and engines to map.
 
 An engine or a rank that starts again maps the weights again. If a holder dies, what is mapped stays right, but a new
-holder loads a second copy: so all that have mapped the first one are ended before.
+holder loads a second copy: so all that have mapped the first copy are ended before.
 """
 
 import asyncio

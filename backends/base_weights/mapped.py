@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 GET_VIEWS = {"cmd": "get_views"}
 """A request to the holder, answered with `tensors` and `views`."""
 Handle = SharedTensor | tuple[Callable[..., Tensor], tuple[object, ...]]
-"""A tensor of the holder's: in shared memory, or as torch sends one of a GPU."""
+"""A tensor of the holder's: in shared memory, or as torch sends a GPU's tensor."""
 _LENGTH = struct.Struct("!Q")
 """The length of a message, as vLLM's weight cache sends it."""
 _TIMEOUT_S = 300.0
@@ -209,7 +209,7 @@ def map_tensors(
 
 
 def _is_as_good(view: Tensor, file_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether the trainer may have a tensor as the engine has it. A small one, which it may keep more exactly
+    """Return whether the trainer may have a tensor as the engine has it. A small tensor, which it may keep more exactly
     than its matrices, only if nothing was rounded."""
     is_exact = torch.promote_types(view.dtype, file_dtype) == view.dtype
     return is_exact or (view.dtype == dtype and view.numel() > _SMALL)

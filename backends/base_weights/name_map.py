@@ -1,8 +1,8 @@
 """Find where the engine puts each tensor of a model's files, by watching the engine's own loading on meta tensors.
 
-Query, key and value are row slices of one tensor there, experts are slices of a stack, and some tensors are transposed.
-The map is not written down for any kind of model: each copy from a tensor of the files into one of the engine's is
-recorded, and copies of one tensor are joined if they are one view. Knows neither vLLM nor transformers.
+Query, key and value are row slices of a tensor there, experts are slices of a stack, and some tensors are transposed.
+The map is not written down for any kind of model: each copy from a tensor of the files into a tensor of the engine's
+is recorded, and copies of a tensor are joined if they form a single view. Knows neither vLLM nor transformers.
 """
 
 import math
@@ -20,7 +20,7 @@ Strides = tuple[int, ...]
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of the files as a view of one of the engine's."""
+    """A tensor of the files as a view of an engine's tensor."""
 
     tensor: str
     """Name of the engine's."""

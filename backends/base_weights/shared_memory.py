@@ -1,4 +1,4 @@
-"""Tensors of one process that others map: on the CPU, in place of CUDA's handles.
+"""Tensors of a process that others map: on the CPU, in place of CUDA's handles.
 
 The memory has no name in any directory: whoever knows the process that made it, and is the same user, may map it, and
 it lasts until the last mapping ends. Others map it read-only, so that a write ends the writer instead of changing a

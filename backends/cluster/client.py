@@ -49,7 +49,7 @@ class Node:
 
 
 class StartThere(Protocol):
-    """Starts a process on one machine: an engine's, or with a seat that of a trainer's rank."""
+    """Starts a process on a machine: an engine's, or with a seat that of a trainer's rank."""
 
     async def __call__(self, spec: ModelSpec, seat: Seat | None = None) -> list[Child]:
         """Return the connection to the process. Raises BackendFailed."""
@@ -70,7 +70,7 @@ class Use(Protocol):
 
 @dataclass(frozen=True)
 class Address:
-    """The addresses at which other machines reach this one."""
+    """The addresses at which other machines reach this machine."""
 
     host: str
     port: int

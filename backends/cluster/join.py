@@ -92,8 +92,8 @@ async def _belong(offer: Offer, connection: Connection) -> bool:
 
 
 async def offer_of(name: str, server: str, token_file: Path, data_dir: Path, models: Mapping[str, str | None]) -> Offer:
-    """Return what this machine has to offer, with its models' directories or hub ids; those without one are fetched
-    from the server. Takes some seconds. Raises BackendFailed."""
+    """Return what this machine has to offer, with its models' directories or hub ids; those without a directory are
+    fetched from the server. Takes some seconds. Raises BackendFailed."""
     directories, token = dict[str, Path](), read_token(token_file)
     for model, source in models.items():
         if source is None:

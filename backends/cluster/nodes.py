@@ -28,7 +28,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Agents:
-    """The actors on the machines, one each, made when it is first needed."""
+    """The actors on the machines, each made when it is first needed."""
 
     def __init__(self) -> None:
         self._agents: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class Members:
         self._invitation = invitation
         self._own = ray.get_runtime_context().get_node_id()
         self._nodes: dict[str, asyncio.Task[None]] = {}
-        """Those that have been invited, by Ray's number. One that was asked to leave is not invited again."""
+        """Those that have been invited, by Ray's number. A node that was asked to leave is not invited again."""
 
     async def invite(self) -> None:
         """Invite every node that there is, and that comes."""

@@ -40,7 +40,7 @@ def ray_environment(token_file: Path) -> dict[str, str]:
 
 async def require_guarded(address: str) -> None:
     """Raise BackendFailed unless there is a Ray cluster at an address, of this version, that admits us by a token, and
-    nobody without one."""
+    nobody without a token."""
     code, said = await _run_command(["health-check", "--address", address], {})
     if code != 0:
         hint = ""

@@ -38,10 +38,10 @@ millisecond. Editors write one profile and a few texts."""
 _COMPRESSED = frozenset({b"iCCP", b"zTXt", b"iTXt"})
 _MAX_EXIF_BYTES = 1 << 18
 """Pillow reads so many bytes of entries in 0.1 s, and joins a JPEG's segments at the square of their number. Cameras
-write one segment, of 64 kB at most."""
+write a single segment, of 64 kB at most."""
 _MAX_FULL_SCANS = 100
-"""Most scans of a progressive JPEG of the largest size; smaller ones may have more. Each goes over all pixels. Ten are
-usual, and fifty bytes make one."""
+"""Most scans of a progressive JPEG of the largest size; smaller images may have more. Each goes over all pixels. Ten
+are usual, and fifty bytes make one."""
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xff])")
 """Begins with one fixed byte: the search then runs at 3 GB/s, else at a twentieth of that."""
 _FILL, _APP1, _STANDALONE = 0xFF, 0xE1, (0x01, 0xD8)

@@ -63,6 +63,6 @@ class Prefetcher(Generic[R]):
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
             count = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))
-            # One torch thread each: more would compete for the same cores. The setting is per thread.
+            # A torch thread each: more would compete for the same cores. The setting is per thread.
             self._threads = ThreadPoolExecutor(count, "prefetch", initializer=torch.set_num_threads, initargs=(1,))
         return self._threads

@@ -1,4 +1,4 @@
-"""Drives one vLLM engine of a base model: one child process, started again when it dies or hangs.
+"""Drives a vLLM engine of a base model: a child process, started again when it dies or hangs.
 
 Imports no vLLM: the engine is in the child (`engine/process.py`) and in further processes that vLLM starts. The pool
 (`pool.py`) says what the engine does.
@@ -110,7 +110,8 @@ class EngineClient:
             await self.isolation.wait_until_clear()
 
     async def running(self) -> Child:
-        """Return its process. The first caller after a death starts another one. Raises BackendFailed if it is gone."""
+        """Return its process. The first caller after a death starts another process. Raises BackendFailed if it is
+        gone."""
         if self.is_gone:
             raise BackendFailed(f"{self.name} is gone with its machine")
         [child] = await self.supervisor.running()
@@ -126,7 +127,7 @@ class EngineClient:
                 if (weights := weights_of(command)) is None:
                     raise
             if (sending := self._sending.get(weights)) is not None:
-                await asyncio.wait([sending])  # if it fails, by the death of another engine too, this one asks again
+                await asyncio.wait([sending])  # if it fails, by the death of another engine too, this engine asks again
                 continue
             sending = self._sending[weights] = asyncio.create_task(_send(child, weights))
             sending.add_done_callback(partial(self._end_sending, weights))
@@ -153,8 +154,8 @@ class EngineClient:
         return await self._at_once(CountSequences())
 
     async def share_running(self, elsewhere: dict[str, int]) -> dict[str, int] | None:
-        """Tell it how many sequences each owner has running in other engines, and return how many in this one; None as
-        `use`."""
+        """Tell it how many sequences each owner has running in other engines, and return how many in this engine; None
+        as `use`."""
         return await self._at_once(ShareRunning(elsewhere))
 
     async def _at_once(self, command: Command[R]) -> R | None:

@@ -1,18 +1,18 @@
 """Samples from one base model with one engine or several, each on GPUs and in processes of its own.
 
-A request goes to the engine that has the beginning of its prompt in its cache, unless that one is clearly busier than
-another (`prefix_routes.py`). It waits until there is an engine, however long that takes.
+A request goes to the engine that has the beginning of its prompt in its cache, unless that engine is clearly busier
+than another (`prefix_routes.py`). It waits until there is an engine, however long that takes.
 
 **Fairness.** Each engine admits its sequences itself (`fair_admission.py`): a grant follows the end of a sequence at
 once, and only the engine's process knows the sequences of a chat, and which adapters have a slot. So that an owner's
 grants are of the whole pool, the pool tells each engine, ten times a second while several owners are there, how many
 sequences each owner has in the others. Admission before routing would need a round trip for each sequence.
 
-**Deaths.** A request whose engine died runs at once on another one, or the first that lives, beside what is there. If
-that one dies too, it waits for it to start again, and runs there apart from all others, as crash isolation says
+**Deaths.** A request whose engine died runs at once on another engine, or the first that lives, beside what is there.
+If that engine dies too, it waits for it to start again, and runs there apart from all others, as crash isolation says
 (`crash_isolation.py`), until the culprit is found; everybody else's work goes on elsewhere. So a request ends at most
-two shared engines. An owner's requests move together, so they end no more. With one engine a request is isolated after
-the first death.
+two shared engines. An owner's requests move together, so they end no more. With a single engine a request is isolated
+after the first death.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ PATIENCE_S = 60.0
 """Time for which a suspect waits for its engine where that fails to start."""
 _SETTLING_S = 0.3
 """Time before a request runs elsewhere. Where several engines die at once, the deaths of all are noticed by then: else
-the request would be sent to one that is dead already, and would seem to have ended two."""
+the request would be sent to an engine that is dead already, and would seem to have ended two."""
 _SHARING_S = 0.1
 """Time between two exchanges of what owners have running: many sequences end in it, and none by the exchange."""
 
@@ -96,10 +96,10 @@ class SamplerPool:
         self._sharing: asyncio.Task[None] | None = None
 
     async def start(self, on_loading: OnLoading = ignore_loading) -> None:
-        """Return once every engine can sample. `on_loading` is called during this start and later ones. Raises
+        """Return once every engine can sample. `on_loading` is called during this start and later starts. Raises
         BackendFailed."""
         self._on_loading = on_loading
-        if self._is_several:  # one engine alone empties it itself
+        if self._is_several:  # a single engine empties it itself
             await asyncio.to_thread(shutil.rmtree, self._spec.scratch_dir, ignore_errors=True)
         await tasks.gather(engine.start(on_loading) for engine in self.engines)
 
@@ -125,7 +125,7 @@ class SamplerPool:
         return engine
 
     async def detach(self, engine: EngineClient) -> None:
-        """Remove an engine whose machine has left or is lost; what runs there runs on another one."""
+        """Remove an engine whose machine has left or is lost; what runs there runs on another engine."""
         engine.is_gone = True
         self.engines.remove(engine)
         await engine.supervisor.stop()
@@ -141,7 +141,8 @@ class SamplerPool:
         return await self._run(Request(task.owner, num_tokens=chat_tokens(pieces)), Chat(task), pieces, emit)
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """Implement the protocol. One engine loads them first: weights that end engines must not end all of them."""
+        """Implement the protocol. A first engine loads them alone: weights that end engines must not end all of
+        them."""
         request, command = Request(owner), Publish(weights)
         try:
             await self._run(request, command, ())
@@ -166,8 +167,8 @@ class SamplerPool:
         return _sum({engine.number: use for engine, use in zip(engines, uses, strict=True) if use is not None})
 
     async def _acknowledge(self, engine: EngineClient, command: Publish, owner: str) -> None:
-        """Have a further engine load what another has loaded. One that is dead, or runs suspects, or dies of it, checks
-        it on its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
+        """Have a further engine load what another has loaded. An engine that is dead, or runs suspects, or dies of it,
+        checks it on its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
         if not engine.is_open:
             return
         request = Request(owner)

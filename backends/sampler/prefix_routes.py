@@ -21,14 +21,15 @@ SLACK_TOKENS = 8192
 """An engine with so many waiting tokens more than another is not clearly busier: eight answers of 1,024 tokens."""
 WORTH = 4
 """A cached token outweighs this many waiting tokens. Chosen, not measured: much larger, and a prompt that all share
-would keep everything on one engine; much smaller, and a long conversation would be prefilled again and again."""
+would keep everything on a single engine; much smaller, and a long conversation would be prefilled again and again."""
 _LONGEST_ANSWER_TOKENS = 1024
 """Answers that may be longer are counted with so many tokens: a high limit says little about their length."""
 _IMAGE_TOKENS = 1024
 """Tokens of an image whose client has counted none."""
 _BYTES_PER_TOKEN = 4
 _READ_BYTES = 4096
-"""Bytes hashed of each end of an image or a long text. Two that differ only in between go to one engine, no more."""
+"""Bytes hashed of each end of an image or a long text. Two that differ only in between go to the same engine, no
+more."""
 _REMEMBERED_PIECES = 1 << 16
 """Of 128 tokens each: 8 million tokens, more than the caches of eight engines hold of most models."""
 
@@ -47,7 +48,7 @@ class PrefixRoutes:
 
     A request goes to the engine of the longest beginning that is known. It goes to the engine with the fewest waiting
     tokens instead, the lowest number among equals, if nothing is known, or if the known engine has more waiting tokens
-    than that one by `SLACK_TOKENS`, and by `WORTH` times the tokens of the known beginning. The same requests in the
+    than that engine by `SLACK_TOKENS`, and by `WORTH` times the tokens of the known beginning. The same requests in the
     same order are thus sent the same way.
     """
 
@@ -55,7 +56,7 @@ class PrefixRoutes:
         self._engines: LRU[int, int] = LRU(_REMEMBERED_PIECES)
 
     def choose(self, pieces: Sequence[Piece], waiting_tokens: Mapping[int, int]) -> int:
-        """Return one of the engines in `waiting_tokens`, which has their waiting tokens by number."""
+        """Return an engine of `waiting_tokens`, which has their waiting tokens by number."""
         least = min(waiting_tokens, key=lambda engine: (waiting_tokens[engine], engine))
         engine, known = least, 0
         num_tokens = 0
@@ -121,7 +122,7 @@ def _chain(owner: str, weights: Path | None, parts: Iterator[tuple[object, int]]
 
 
 def _parts(task: SamplingTask) -> Iterator[tuple[object, int]]:
-    """Yield what is hashed of each piece, and its tokens. Text in several chunks is the same as in one."""
+    """Yield what is hashed of each piece, and its tokens. Text in several chunks is the same as in a single chunk."""
     text: list[np.ndarray] = []
     for chunk in task.prompt.chunks:
         if isinstance(chunk, EncodedTextChunk):

@@ -1,4 +1,4 @@
-"""The frozen base model of one rank: loaded, tested, compiled."""
+"""The frozen base model of a rank: loaded, tested, compiled."""
 
 import logging
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Drive the trainer processes of a base model: 1..N ranks, restarted together when one dies or hangs.
+"""Drive the trainer processes of a base model: 1..N ranks, restarted together when any dies or hangs.
 
-Only here does the async server meet sync torch. Commands go to all ranks one after the other; a fair queue grants the
+Only here does the async server meet sync torch. Commands go to all ranks in order; a fair queue grants the
 ranks. A forward_backward waits for a grant before each of its microbatches. Rank 0's answer counts. The
 ranks agree on errors (`distributed.agreed`): after any other error they are ended, and their models with them.
 """
@@ -46,7 +46,7 @@ PATIENCE_S = 60
 _START_PATIENCE_S = 600
 """The same at start: a new process imports torch and transformers, for more than a minute on a busy machine."""
 IDLE_S = 3.0
-"""Time without an operation after which an idle trainer starts again, where machines have joined: shorter ones lie
+"""Time without an operation after which an idle trainer starts again, where machines have joined: shorter pauses lie
 between the operations of a step."""
 _EXCLUSIVE_S = 300.0
 """Time after ranks have ended at work during which models share no microbatch, so that the culprit is known."""
@@ -74,7 +74,7 @@ class _Request:
 
 
 class TrainerClient:
-    """`protocol.Trainer` over child processes, one command at a time."""
+    """`protocol.Trainer` over child processes, a command at a time."""
 
     def __init__(
         self, spec: ModelSpec, start_ranks: StartRanks = launch_trainer, *, patience_s: float = PATIENCE_S
@@ -101,7 +101,7 @@ class TrainerClient:
         """Snapshots that rank 0 writes."""
 
     async def start(self, on_loading: OnLoading = ignore_loading) -> None:
-        """Load the base on every rank. `on_loading` is called during this start and later ones. Raises
+        """Load the base on every rank. `on_loading` is called during this start and later starts. Raises
         BackendFailed."""
         await self._supervisor.start(on_loading)
 
@@ -200,7 +200,7 @@ class TrainerClient:
             await self._discard(this)
 
     async def _compute_microbatch(self, first: "_Request") -> None:
-        """Compute one microbatch of this request. Others that wait for a grant may have datums in it."""
+        """Compute a microbatch of this request. Others that wait for a grant may have datums in it."""
         batch_mates: list[_Request] = []
         if self._spec.shares_microbatches and asyncio.get_running_loop().time() > self._exclusive_until_s:
             unfinished = (request for request in self._requests.values() if not request.finished.done())
@@ -228,7 +228,7 @@ class TrainerClient:
                 request.finish(outcome)
 
     def _emit(self, spans: list[ProcessSpan], numbers: set[int]) -> None:
-        """Emit the spans of a microbatch to all whose datums were in it, not just to the one that has the grant."""
+        """Emit the spans of a microbatch to all whose datums were in it, not just to the request that has the grant."""
         for number in numbers & self._requests.keys():
             if (on_span := self._requests[number].on_span) is not None:
                 for span in spans:

@@ -56,7 +56,7 @@ FinishedRequest = tuple[int, ForwardBackwardOutput | Exception]
 
 @dataclass(frozen=True)
 class ComputedMicrobatch:
-    """Outcome of one microbatch."""
+    """Outcome of a microbatch."""
 
     finished: list[FinishedRequest]
     """Requests that are now done, on rank 0 alone, and those that failed, on all ranks."""

@@ -167,7 +167,7 @@ class Root(nn.Module):
 
 
 def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
-    """Shard the base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower, head) in the root's
+    """Shard the base with FSDP2: a unit per decoder layer, the rest (embeddings, vision tower, head) in the root's
     unit, which every rank all-gathers at each forward whether or not it has an image. `world` has one machine's
     ranks."""
     group = world.group or dist.group.WORLD
@@ -180,7 +180,7 @@ def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
 
 
 def sum_on_rank_zero(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Move the sum over ranks of every gradient to rank 0; the others keep none. A missing one counts as zeros.
+    """Move the sum over ranks of every gradient to rank 0; the others keep none. A missing tensor counts as zeros.
 
     All ranks fail, and keep their own gradients, or none.
     """

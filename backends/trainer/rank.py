@@ -1,7 +1,7 @@
-"""The trainer on one rank: models on one base. One object of this class per rank, synchronous torch only.
+"""The trainer on a rank: models on a base. An object of this class per rank, synchronous torch only.
 
-All ranks run the same commands with the same arguments. They agree on every error that one of them finds
-(`distributed.agreed`), so that no rank waits for another that has given up, and none goes on alone.
+All ranks run the same commands with the same arguments. They agree on every error that any of them finds
+(`distributed.agreed`), so that no rank waits for another that has given up, and no rank goes on alone.
 """
 
 import logging
@@ -50,7 +50,7 @@ _STATE_PARTS = 4
 
 
 class TrainerRank:
-    """Loads the base and does what `protocol.Trainer` says, on one rank of `world`."""
+    """Loads the base and does what `protocol.Trainer` says, on a rank of `world`."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class TrainerRank:
 
     def _bring_back(self, model: LoraModel, num_tokens: int) -> int:
         """Have a model on the device, if possible with room for its microbatch of so many tokens. Return the tokens of
-        the largest one that fits. All ranks fail, or none. Raises BackendFailed if none fits."""
+        the largest that fits. All ranks fail, or none. Raises BackendFailed if none fits."""
         ways = self._ways_to_room(model)
         while (fitting := self._reserve_and_count(model)) < num_tokens and ways:
             ways.pop(0)()
@@ -209,7 +209,7 @@ class TrainerRank:
     # ---- training
 
     def compute_microbatch(self, new: Sequence[NewRequest], order: Sequence[int]) -> ComputedMicrobatch:
-        """Admit `new` forward_backwards, then compute one microbatch: of the first in `order`, filled up with the
+        """Admit `new` forward_backwards, then compute a microbatch: of the first in `order`, filled up with the
         others as far as there is room. The gradient of those that fail is then incomplete.
         """
         failures = self._admit(new)
@@ -230,7 +230,7 @@ class TrainerRank:
         self.cancel_requests(list(failures))
         finished: list[FinishedRequest] = list(failures.items())
         done = [request for request in requests if not request.left and request.number not in failures]
-        # Ranks that compute one microbatch have the same results.
+        # Ranks that compute the same microbatch have the same results.
         everyones = (
             gather_objects([request.share for request in done], self._world)[:: self._world.num_slices] if done else []
         )
@@ -308,7 +308,7 @@ class TrainerRank:
         self._model(model_id).gradient = "incomplete"
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
-        """Take one step of torch.optim.AdamW on the summed gradient, which is cleared whatever happens. If it fails,
+        """Take a step of torch.optim.AdamW on the summed gradient, which is cleared whatever happens. If it fails,
         weights and optimizer are as they were."""
         model = self._model(model_id)
         if model.gradient == "none":
@@ -353,7 +353,7 @@ class TrainerRank:
     def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> int:
         """Load a saved state, and return what `create_model` does. If it raises, the model is as it was.
 
-        A state of another layout makes another model of this one.
+        A state of another layout makes another model of it.
         """
         model = self._about_to_move(model_id)
         config = self.base.files.with_layout_in(model.config, directory)

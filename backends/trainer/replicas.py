@@ -42,7 +42,7 @@ class Replica:
 
 
 class Replicas:
-    """The machines of one trainer beside the serving one."""
+    """The machines of a trainer beside the serving one."""
 
     def __init__(self, spec: ModelSpec, start_ranks: StartRanks) -> None:
         self.used: Sequence[Replica] = ()

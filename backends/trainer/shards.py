@@ -21,7 +21,7 @@ from tinker_server.backends.trainer.distributed import World, agreed
 _BUFFER_BYTES, _ACROSS_BYTES = 256 << 20, 64 << 20
 """Largest buffer of all ranks' columns, and of what is summed over machines: past some 10 MiB a collective runs at the
 speed of its links."""
-# torch 2.13 has new names for both, and warns of the old ones.
+# torch 2.13 has new names for both, and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -43,7 +43,7 @@ def reduce_scatter(tensors: Sequence[Tensor | None], shards: Sequence[Tensor], w
     """Set every shard [S] to this rank's part of a tensor's sum over the machine's ranks. A missing tensor counts as
     zeros.
 
-    All are of one precision. All ranks fail, or none.
+    All are of the same precision. All ranks fail, or none.
     """
     machine = world.machine
     buckets = _buckets([len(shard) for shard in shards], shards[0].dtype, machine)
@@ -112,8 +112,8 @@ def prepare_all_gather(shards: Sequence[Tensor], tensors: Sequence[Tensor], worl
 
 
 def gather_to_rank_zero(shard: Tensor, shape: torch.Size, world: World) -> Tensor:
-    """Gather a whole tensor in rank 0's host memory, from its machine alone; the other ranks get an empty one. The only
-    rank of a machine returns the tensor itself. All ranks fail, or none."""
+    """Gather a whole tensor in rank 0's host memory, from its machine alone; the other ranks get an empty tensor. The
+    only rank of a machine returns the tensor itself. All ranks fail, or none."""
     machine = world.machine
     if machine.size == 1:
         return shard

@@ -1,6 +1,6 @@
 """API keys, which identify the owner of a request. Their file has a line for each; the keys are stored nowhere.
 
-The owner is the name. Several keys may have one name, so that a key can be replaced while the old one still works.
+The owner is the name. Several keys may have the same name, so that a key can be replaced while the old one still works.
 The file is read again when it changes, so keys are added and removed while the server runs.
 """
 
@@ -189,7 +189,7 @@ def set_expiry(path: Path, hashed: str, valid_s: float) -> None:
 
 
 def remove(path: Path, name: str, key_id: str | None = None) -> int:
-    """Remove all keys of a name, or the one with this id, and return their number. The name's data stay. Raises
+    """Remove all keys of a name, or the key with this id, and return their number. The name's data stay. Raises
     StartFailed."""
     if not path.exists():
         return 0
@@ -216,7 +216,8 @@ def _lines(path: Path) -> list[Key]:
 
 
 def _readable_keys(path: Path) -> dict[str, Key]:
-    """Return the keys of all lines that have one: a wrong line removes no other key, and keeps none. Raises OSError."""
+    """Return the keys of all lines that have a key: a wrong line removes no other key, and keeps none. Raises
+    OSError."""
     known = {}
     for line in _read_lines(path):
         try:

@@ -1,4 +1,4 @@
-"""Signed URLs that open one file of the data directory for a limited time, without an API key."""
+"""Signed URLs that open a file of the data directory for a limited time, without an API key."""
 
 import hashlib
 import hmac

@@ -16,7 +16,7 @@ from tinker_server.auth.keys import Keys
 from tinker_server.auth.private_file import private_secret
 
 VALID_S = 24 * 3600
-"""Seconds that a token is valid. The SDK gets a new one after half of them, so a server may be away for the rest."""
+"""Seconds that a token is valid. The SDK gets a new token after half of them, so a server may be away for the rest."""
 ORGANIZATION = "tinker-server"
 """Organization of every owner: a server has no others."""
 _HEAD = {"alg": "HS256", "typ": "JWT"}

@@ -78,7 +78,7 @@ def _size(value: object) -> int:
 
 
 def _parts(value: object, where: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield all objects of a list and of their nested lists, the outer ones first."""
+    """Yield all objects of a list and of their nested lists, the outer objects first."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         if isinstance(item, dict):
             yield f"{where}.{index}", item
@@ -184,7 +184,7 @@ def _require_quick_pattern(pattern: str, field: str) -> None:
 
 
 def _repetition(parsed: sre_parser.SubPattern) -> int:
-    """Return the largest product of the counts of nested repetitions; an unbounded one counts as 1."""
+    """Return the largest product of the counts of nested repetitions; an unbounded repetition counts as 1."""
     largest = 1
     for operator, argument in parsed:
         count = 1

@@ -60,7 +60,7 @@ def files(body: dict[str, object]) -> list[bytes]:
 
 
 def _decode(text: str) -> bytes:
-    """Decode in slices, since one long call would hold up every other thread."""
+    """Decode in slices, since a long call would hold up every other thread."""
     try:
         return b"".join(base64.b64decode(text[at : at + _SLICE]) for at in range(0, len(text), _SLICE))
     except ValueError:

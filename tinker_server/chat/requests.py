@@ -15,7 +15,7 @@ from tinker_server.chat.messages import require_arguments
 from tinker_server.errors import BadField
 
 MAX_CHOICES = 128
-"""Answers to one prompt."""
+"""Answers to a prompt."""
 MAX_TEXT_BYTES = 16 << 20
 """Bytes of a body beside its images; a context of a million tokens has some five million."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -75,7 +75,7 @@ async def receive(pieces: AsyncIterable[bytes]) -> bytearray:
     """Join a body's pieces as they come. Raises BadField as soon as they have too much text beside images, or too
     large an image.
 
-    One long call, to join or to parse it, would stop all threads meanwhile.
+    A long call, to join or to parse it, would stop all threads meanwhile.
     """
     content, num_text, string_at = bytearray(), 0, 0
     async for piece in pieces:

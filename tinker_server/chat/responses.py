@@ -44,7 +44,7 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 
 
 def to_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the request as one of chat completions. Raises BadField, naming what is not supported."""
+    """Return the request as a chat completion's. Raises BadField, naming what is not supported."""
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         if name in WITHOUT_EFFECT and value not in WITHOUT_EFFECT[name]:

@@ -16,7 +16,7 @@ _WAIT_S = 600.0
 
 
 def administrate(arguments: argparse.Namespace) -> None:
-    """Run one action of `tinker-server admin`. Raises StartFailed."""
+    """Run an action of `tinker-server admin`. Raises StartFailed."""
     match arguments.action:
         case "owners":
             _show(arguments, _ask(arguments, "GET", "/admin/owners", hours=arguments.hours), owners_table)

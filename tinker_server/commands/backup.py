@@ -1,4 +1,4 @@
-"""`tinker-server backup` and `restore`: the database at one moment, and all weights that it refers to.
+"""`tinker-server backup` and `restore`: the database at a moment, and all weights that it refers to.
 
 A server may run meanwhile. Weights are written once and never changed. Present weights are hard-linked first, then the
 database is copied, then further weights that it refers to are linked. If the server deleted some in between, the copy
@@ -67,7 +67,7 @@ async def back_up(settings: Settings, target: Path) -> str:
 
 @contextlib.contextmanager
 def _begin(aside: Path) -> Iterator[None]:
-    """Create the directory and lock it while it is written. An unlocked one was left by a killed backup."""
+    """Create the directory and lock it while it is written. An unlocked directory was left by a killed backup."""
     aside.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _open_directory(aside) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -76,7 +76,7 @@ def _begin(aside: Path) -> Iterator[None]:
 
 
 def _remove_left(parent: Path) -> None:
-    """Remove incomplete directories that killed backups left beside this one."""
+    """Remove incomplete directories that killed backups left beside it."""
     for left in parent.glob(".*") if parent.is_dir() else ():
         if _ASIDE.fullmatch(left.name) is None or left.is_symlink() or not (left / ABOUT).is_file():
             continue

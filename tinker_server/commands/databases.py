@@ -1,4 +1,4 @@
-"""Consistent copies of a whole database, made while a server uses it, and restored into an empty one."""
+"""Consistent copies of a whole database, made while a server uses it, and restored into an empty database."""
 
 import asyncio
 import os

@@ -73,7 +73,7 @@ def versions(found: Examination) -> Iterator[str]:
 
 
 def models(found: Examination) -> Table:
-    """Make a table with one row per model; names that share a source are loaded once."""
+    """Make a table with a row per model; names that share a source are loaded once."""
     table = Table("model", "kind", "images", "precision", "one copy", "KV cache", "context", "largest rank", "slots")
     for model in found.models:
         spec = model.spec
@@ -92,7 +92,7 @@ def models(found: Examination) -> Table:
 
 
 def places(found: Examination) -> Iterator[str]:
-    """Yield a line for each model on GPUs: which ones its trainer and each engine get, and how much of them."""
+    """Yield a line for each model on GPUs: which GPUs its trainer and each engine get, and how much of them."""
     for spec in (model.spec for model in found.models):
         placement = spec.placement
         if not placement.gpus:
@@ -143,7 +143,7 @@ def parts(found: Examination) -> Table:
 
 
 def patches(found: Sequence[ExaminedPatch]) -> Table:
-    """Return one row per patch. State `changed`: the installed code differs from the patched version."""
+    """Return a row per patch. State `changed`: the installed code differs from the patched version."""
     table = Table("change", "inside", "state", "why")
     for patch in found:
         table.add_row(patch.name, patch.target, patch.state, patch.why)

@@ -26,7 +26,7 @@ Gauges = dict[str, dict[tuple[str, ...], float]]
 
 @contextmanager
 def connect(url: str, key: str, wait_s: float) -> Iterator[httpx.Client]:
-    """Yield a client of a running server. Raises StartFailed if the key cannot be one, or no server answers."""
+    """Yield a client of a running server. Raises StartFailed if the key cannot be right, or no server answers."""
     if not key.isascii() or not key.isprintable():
         raise StartFailed("the API key has characters that no key has")
     try:
@@ -62,7 +62,7 @@ class Status:
         return Group(runs_table(self.runs), queue_table(gauges), memory_table(gauges))
 
     def as_json(self) -> str:
-        """Return one JSON object: `training_runs` and `cursor` as the API has them, and `metrics`."""
+        """Return a JSON object: `training_runs` and `cursor` as the API has them, and `metrics`."""
         metrics = [{"name": sample.name, "labels": sample.labels, "value": sample.value} for sample in self.samples]
         return json.dumps({**self.runs, "metrics": metrics})
 

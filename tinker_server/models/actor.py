@@ -1,4 +1,4 @@
-"""A task per model, which does all that is done to the model, one thing after another.
+"""A task per model, which does all that is done to the model, step by step.
 
 Operations run in the order of their numbers. Other requests (suspend, restore, drop) run before the next operation, and
 an unload behind all operations that wait. This order is the only exclusion: a model has no lock. The task lives while
@@ -28,7 +28,7 @@ class Actor:
     def __init__(self, model: Model, intake: Intake) -> None:
         self.model = model
         self.lane: Lane | None = None
-        """None until an operation has come, and the model's past ones were read for its number."""
+        """None until an operation has come, and the model's past operations were read for its number."""
         self._intake = intake
         self._queue = intake.futures.queue
         self._budget = intake.admission.queued
@@ -172,7 +172,7 @@ class Actor:
         await done
 
     def cancel_waiting(self, error: Exception) -> int:
-        """Fail the operations that wait, and return their number. One that runs goes on."""
+        """Fail the operations that wait, and return their number. A running operation goes on."""
         if self.lane is None:
             return 0
         cancelled = self.lane.take_all()

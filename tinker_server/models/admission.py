@@ -12,7 +12,7 @@ MAX_QUEUED = 10_000
 
 
 class Budget:
-    """Several amounts for each owner, named by what they count: what one owner has in flight takes nothing from
+    """Several amounts for each owner, named by what they count: what an owner has in flight takes nothing from
     another."""
 
     def __init__(self, most: dict[str, int]) -> None:

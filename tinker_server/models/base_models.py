@@ -36,7 +36,7 @@ class BaseModels:
         return int(self.served[name].info.numerics.get("ranks", 1)) if name in self.served else 1
 
     def trainers(self) -> list[Trainer]:
-        """Return each trainer once: names that share a directory share one."""
+        """Return each trainer once: names that share a directory share a trainer."""
         return list({id(base.trainer): base.trainer for base in self.served.values()}.values())
 
 

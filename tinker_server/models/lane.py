@@ -7,8 +7,8 @@ server itself refused it, or when a grace has passed.
 
 A skipped number may be a forward_backward. The gradient is then incomplete, as after a failure, and the next
 optim_step fails. A part of a batch that comes late, but before that step is taken, makes the gradient
-whole again. A later one, or one that is no part of a batch, is refused: the gradient is another one by then. All this
-is in the rows of the lane too, from which a restarted server takes it.
+whole again. A later part, or an operation that is no part of a batch, is refused: the gradient has changed by then.
+All this is in the rows of the lane too, from which a restarted server takes it.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from tinker_server.store.futures.records import Operation, PastOperation
 
 PARTS_OF_BATCHES = ("forward_backward", "forward")
-"""Operations that may overtake each other on their way: one batch is sent as several."""
+"""Operations that may overtake each other on their way: a batch is sent as several."""
 CLEARING = ("optim_step", "load_weights", "create_model")
 """Operations after which there is no gradient."""
 MAX_REFUSED = 10_000
@@ -51,7 +51,7 @@ class Lane:
     waiting_numbers: list[int] = field(default_factory=list)
     """A heap: there may be thousands."""
     refused_below: int = 0
-    """All numbers from `expected` to this one are refused."""
+    """All numbers from `expected` to this are refused."""
     let_in: set[int] = field(default_factory=set)
     """Numbers that arrive or wait beyond their owner's bounds."""
     arriving: Counter[int] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class Lane:
 
     def lets_in(self, number: int) -> bool:
         """Return whether a number may exceed its owner's bounds, since all that waits here waits for it: the first
-        missing one, and a few others, since the first may never come."""
+        missing number, and a few others, since the first may never come."""
         if not self.waiting or number >= self.waiting_numbers[0]:
             return False
         if number != self._first_missing() and len(self.let_in) >= MAX_LET_IN:
@@ -123,7 +123,7 @@ class Lane:
                 del settled[seq_id]
 
     def skip(self, number: int, harmless: Container[int] = ()) -> None:
-        """Note that numbers before this one have not come; `harmless` ones change no gradient."""
+        """Note that numbers before it have not come; `harmless` operations change no gradient."""
         if number - self.expected > MAX_REFUSED:
             self.missing = self.missing or _lacking({number - 1})
         else:
@@ -163,7 +163,7 @@ def _lacking(skipped: Collection[int]) -> str:
 
 
 def missing_after(missing: str, operation_kind: str, seq_id: int, failure_category: str | None) -> str:
-    """Return what the gradient lacks after one more operation."""
+    """Return what the gradient lacks after a further operation."""
     if operation_kind == "forward_backward" and failure_category is not None:
         return f"forward_backward {seq_id} failed"
     if operation_kind in CLEARING:

@@ -1,6 +1,6 @@
 """A model in training: whether it is in memory, its snapshots, and what is known of its log.
 
-Only the model's actor calls what changes it, one call after another, so nothing here is locked.
+Only the model's actor calls what changes it, each call after the last, so nothing here is locked.
 
 A snapshot is copied between two operations, when every result of the model has its place in the log or has none, or
 while the log is run again, after one of its operations. It is recorded once it is on disk and those results are
@@ -39,7 +39,7 @@ COPYING_PART, WRITING_PART = 0.01, 0.1
 
 @dataclass(frozen=True)
 class SnapshotLimits:
-    """The limits of a log: beyond one of them it is too long."""
+    """The limits of a log: beyond any of them it is too long."""
 
     every_s: float
     log_bytes: int
@@ -59,7 +59,7 @@ class Snapshots:
     num_taken: int = 0
     num_failed: int = 0
     early_from: float = 0
-    """Time from which there may be another early one."""
+    """Time from which there may be another early snapshot."""
 
     def spend(self, seconds: float) -> None:
         """Postpone the next early snapshot by so many seconds."""
@@ -94,7 +94,7 @@ class Log:
     """True if replaying the log would not restore the model: a snapshot is due."""
 
     def add(self, size_bytes: int, seconds: float) -> None:
-        """Count one more operation."""
+        """Count a further operation."""
         self.size_bytes += size_bytes
         self.seconds += seconds
         self.is_empty = False
@@ -130,7 +130,7 @@ class Model:
         self._writing: asyncio.Task[bool] | None = None
         """Writes and records a snapshot; its value is whether it was recorded."""
         self._copying_s = math.inf
-        """Shortest time in which a snapshot was copied: in longer ones it waited for the trainer."""
+        """Shortest time in which a snapshot was copied: in longer times it waited for the trainer."""
 
     @property
     def is_active(self) -> bool:
@@ -172,7 +172,7 @@ class Model:
         """Make the model, fresh or of saved weights. It is recorded once it is in memory, and is not in memory unless
         it is recorded. Raises ModelIdTaken."""
         trainer = self._trainer_of(run)
-        if await self._stores.runs.find(self.id) is not None:  # before the trainer would lose the one it has
+        if await self._stores.runs.find(self.id) is not None:  # before the trainer would lose the model it has
             raise ModelIdTaken(f"{self.id} is in use, for a model or for a copy of weights; take another model_seq_id")
         self.handle = await trainer.create_model(self.id, run.trainable, run.owner)
         try:
@@ -255,7 +255,7 @@ class Model:
             await self._take_snapshot(self._stores.futures.queue.last_position)
 
     async def settle(self) -> bool:
-        """Wait until no snapshot is being recorded, and return whether the last one was."""
+        """Wait until no snapshot is being recorded, and return whether the last was."""
         task, self._writing = self._writing, None
         return task is not None and await asyncio.shield(task)
 

@@ -8,7 +8,7 @@ from tinker_server.errors import DatabaseUnavailable
 
 @dataclass
 class Retries:
-    """The interruptions that one piece of work may still have. The last of each kind fails it."""
+    """The interruptions that a piece of work may still have. The last of each kind fails it."""
 
     deaths: int = 2
     """A process died under it."""

@@ -50,7 +50,7 @@ class Samples:
         self._start(operation)
 
     def cancel(self, request_id: str, owner: str) -> bool:
-        """Stop a sample of the owner's, whose result then says so. Return whether there was one."""
+        """Stop a sample of the owner's, whose result then says so. Return whether it was running."""
         operation, _ = self._running.get(request_id, (None, None))
         if operation is None or operation.owner != owner:
             return False

@@ -149,7 +149,7 @@ class Scheduler:
 
     async def stop(self, drain_s: float) -> None:
         """Let running work end for a while, store and answer what it gave, and move the models that are idle to disk,
-        so that the next server goes on where this one was.
+        so that the next server goes on where this server was.
 
         A second call does nothing: what did not end or could not be kept the first time would take as long again.
         """

@@ -1,4 +1,4 @@
-"""Format of the log: one line per record, with clients' text escaped and API keys removed."""
+"""Format of the log: a line per record, with clients' text escaped and API keys removed."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from types import TracebackType
 MAX_CHARS = 4000
 """Length of a message, and of a line of a traceback."""
 MAX_LINES = 200
-"""Number of lines of a traceback, the last ones."""
+"""Number of last lines of a traceback."""
 _KEY = re.compile(r"tml-[\w.-]+|eyJ[\w.-]+")
 
 
@@ -46,7 +46,7 @@ class OneLine(logging.Formatter):
 
 
 class JsonLine(OneLine):
-    """Formatter that makes one JSON object of a record: time in UTC, level, logger, message and, if any, error."""
+    """Formatter that makes a JSON object of a record: time in UTC, level, logger, message and, if any, error."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")

@@ -15,7 +15,7 @@ NATS = (1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class Metrics:
-    """Instruments of one server. A process may run several servers in succession, so each has its own registry."""
+    """Instruments of a server. A process may run several servers in succession, so each has its own registry."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # of the whole process: a time for each value

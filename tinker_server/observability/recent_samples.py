@@ -78,7 +78,7 @@ class Shown:
 
 
 class _Owned:
-    """The samples of one owner."""
+    """The samples of an owner."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Shown] = {}

@@ -10,7 +10,7 @@ PER_STEP, STEPS = 4, 64
 
 
 class ThinnedSteps(Generic[K, V]):
-    """Items of one run, in order, by what names their step."""
+    """Items of a run, in order, by what names their step."""
 
     def __init__(self) -> None:
         self._items: dict[K, list[V]] = {}

@@ -102,7 +102,7 @@ class Housekeeper:
         self._clock = clock
 
     async def run(self) -> None:
-        """Run all sweeps for as long as the server lives. One that fails does not stop the others."""
+        """Run all sweeps for as long as the server lives. A failure does not stop the others."""
         while True:
             await asyncio.sleep(self._periods.every_s)
             now = self._clock()
@@ -115,7 +115,8 @@ class Housekeeper:
                     log.exception("housekeeping failed, retrying")
 
     async def sweep_models(self, now: float) -> None:
-        """Drop the models of finished sessions and of clients that did not come back, suspend those of silent ones."""
+        """Drop the models of finished sessions and of clients that did not come back, suspend those of silent
+        clients."""
         stores, timeout_s = self._stores, self._periods.session_timeout_s
         for run in await stores.runs.in_memory():
             session = await stores.sessions.get(run.session_id)
@@ -171,7 +172,7 @@ class Housekeeper:
     async def _try(self, what: str, run: TrainingRun, change: Awaitable[None]) -> None:
         try:
             await change
-        except (BackendFailed, DatabaseUnavailable):  # one model must not stop the others
+        except (BackendFailed, DatabaseUnavailable):  # a model must not stop the others
             log.exception("model %s could not be %s", run.model_id, what)
         else:
             log.info("model %s was %s", run.model_id, what)

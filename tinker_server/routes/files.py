@@ -92,7 +92,7 @@ async def put_file(
     uploads: UploadsDep,
     http: Request,
 ) -> UploadedFileResponse:
-    """Send a file of an adapter. It replaces the one that was sent before."""
+    """Send a file of an adapter. It replaces the file that was sent before."""
     link.require_to(f"uploads/{upload_id}/{name}")
     upload = uploads.require_open(upload_id, name)
     try:

@@ -1,4 +1,4 @@
-"""Routes that fetch results by long poll, one by one or per sampling session, and cancel samples."""
+"""Routes that fetch results by long poll, each by itself or per sampling session, and cancel samples."""
 
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -117,7 +117,7 @@ async def retrieve_futures(
 ) -> RetrieveFuturesResponse:
     """List the samples of a client that finished since its last poll, and acknowledge results.
 
-    The poll is held until one has finished.
+    The poll is held until an operation has finished.
     """
     session_id = poll.target.sampling_session_id
     await samplers.require(session_id, caller)

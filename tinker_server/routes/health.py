@@ -15,9 +15,9 @@ from tinker_server.web.refusals import describe
 
 router, for_operators = APIRouter(), APIRouter(include_in_schema=False)
 MIN_FREE_BYTES = 64 << 20
-"""Less room than this is soon filled by one result or one saved adapter."""
+"""Less room than this is soon filled by a result or a saved adapter."""
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="health")
-"""The check has its own thread: the shared ones may all be decoding, and a late answer gets the server restarted."""
+"""The check has its own thread: the shared threads may all be decoding, and a late answer gets the server restarted."""
 
 
 @router.get("/healthz", responses=describe(DiskFull, StillStarting))

@@ -20,7 +20,7 @@ from tinker_server.web.deps import ServedModels
 log = logging.getLogger(__name__)
 router = APIRouter()
 MAX_KINDS, MAX_EVENT_CHARS, MAX_VALUE_CHARS = 20, 500, 100
-"""Bounds on the log lines of a request: one line for each kind of event."""
+"""Bounds on the log lines of a request: a line for each kind of event."""
 _NOT_REPEATED = frozenset({"event", "event_id", "event_session_index", "timestamp", "severity", "event_name"})
 _STACKS = frozenset({"traceback", "exception_stack"})
 """Fields of many lines each, which the client has shown too."""
@@ -40,7 +40,7 @@ async def dynamic_config(_: ClientConfigRequest) -> DynamicConfigResponse:
 
 @router.post("/telemetry")
 async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
-    """Log a client's own view of its session without its keys, one line for all events of a kind.
+    """Log a client's own view of its session without its keys, a line for all events of a kind.
 
     A client reports every failed poll and retry: a hundred events of a kind are not unusual.
     """

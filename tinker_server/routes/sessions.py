@@ -1,4 +1,4 @@
-"""Routes for sessions: one per client, alive while its heartbeats arrive."""
+"""Routes for sessions: each of a client, alive while its heartbeats arrive."""
 
 import time
 

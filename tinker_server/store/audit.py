@@ -57,7 +57,7 @@ class AuditStore:
         await self._db.change(add)
 
     async def newest_of_day(self, owner: str | None, start: float, limit: int) -> list[OwnedEntry]:
-        """Return the newest entries of 24 hours, of one owner or of all."""
+        """Return the newest entries of 24 hours, of an owner or of all."""
         row = AuditEntryRow
         query = select(row.owner, row.at, row.event, row.details).where(row.at >= start, row.at < start + DAY_S)
         if owner is not None:
@@ -69,7 +69,7 @@ class AuditStore:
     async def of_day(
         self, owner: str, start: float, prefixes: tuple[str, ...], at_once: int = AT_ONCE
     ) -> AsyncIterator[Sequence[AuditEntry]]:
-        """Yield an owner's entries of 24 hours whose event begins with one of `prefixes`, oldest first, in pages."""
+        """Yield an owner's entries of 24 hours whose event begins with any of `prefixes`, oldest first, in pages."""
         row = AuditEntryRow
         wanted = or_(false(), *(row.event.startswith(prefix, autoescape=True) for prefix in prefixes))
         columns = (row.entry_id, row.at, row.event, cast(row.details, Text))

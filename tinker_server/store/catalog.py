@@ -19,7 +19,7 @@ from tinker_server.store.run_search import NOTED, RunSearch, has_words, words_of
 from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow, SessionRow, StepRow, TrainingRunRow
 
 ACTIVE_S = 60.0
-"""A session without a heartbeat for so long (the SDK sends one every 10 s) is not known to be running."""
+"""A session without a heartbeat for so long (the SDK sends it every 10 s) is not known to be running."""
 OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
 LONGEST_SHOWN_ERROR = 10_000
 """Bytes of a failed result; the error in a larger result is not shown."""
@@ -58,7 +58,7 @@ class RunRecord:
 
     @property
     def title(self) -> str:
-        """Name for people: the one given on the dashboard, else the client's; empty if there is none."""
+        """Name for people: the name given on the dashboard, else the client's; empty if there is none."""
         metadata = self.run.user_metadata or {}
         return self.run.name or str(metadata.get("name") or "") or self.session.display_name or ""
 
@@ -323,7 +323,7 @@ class Catalog:
 
 
 def _last_checkpoints(run_ids: Sequence[str], scope: Scope, now: float) -> Subquery:
-    """Return a query for checkpoints, in which `rank` is 1 for the last one of each run and kind."""
+    """Return a query for checkpoints, in which `rank` is 1 for the last checkpoint of each run and kind."""
     row = CheckpointRow
     rank = func.row_number().over(partition_by=(row.run_id, row.kind), order_by=row.created_at.desc())
     noted = notes.length(row.user_metadata).label("noted")
@@ -350,7 +350,7 @@ def _is_visible(scope: Scope, now: float) -> ColumnElement[bool]:
 
 
 def _is_run_visible(scope: Scope, now: float) -> ColumnElement[bool]:
-    """Return the condition for runs within the scope: another's run is, if one of its checkpoints is public."""
+    """Return the condition for runs within the scope: another's run is, if any of its checkpoints is public."""
     mine = TrainingRunRow.owner == scope.owner
     if not scope.accessible:
         return mine

@@ -161,7 +161,8 @@ class ClientMetricStore:
 
 
 def _mean(count: int, total: float, scaled: float) -> float:
-    """Return the mean of values by their number, their sum without the huge ones, and the sum of the scaled huge ones.
+    """Return the mean of values by their number, their sum without the huge values, and the sum of the scaled huge
+    values.
 
     Rounding may lift the mean of the largest numbers just beyond what a float holds.
     """

@@ -69,7 +69,7 @@ SHRUNK_PAGES = 20_000
 
 
 class Database:
-    """Sessions to read and to write. One transaction writes at a time: SQLite allows no more, and waiting here is
+    """Sessions to read and to write. A single transaction writes at a time: SQLite allows no more, and waiting here is
     fair and cheap."""
 
     def __init__(

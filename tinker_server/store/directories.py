@@ -4,8 +4,8 @@ A directory is written once, under a name that is never used again: a sampler ma
 The database keeps directories relative, so that the data directory can be moved.
 
 It also lists the directories that no row references: those that are being written, and those that were given up. A
-directory is listed before it is made. The transaction that stores a row with it claims it, and the one that removes the
-row releases it. So whatever a crash interrupts, the next server knows what to delete.
+directory is listed before it is made. The transaction that stores a row with it claims it, and the transaction that
+removes the row releases it. So whatever a crash interrupts, the next server knows what to delete.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class Storage:
     async def delete_unreferenced(self, until: float) -> None:
         """Delete the directories that no row has referenced since this time, in Unix seconds, and nobody is writing."""
         old = UnreferencedDirectory.since <= until
-        async with self._db.write() as session:  # the next server's directories are not this one's to delete
+        async with self._db.write() as session:  # the next server's directories are not this server's to delete
             directories = set(await session.scalars(select(UnreferencedDirectory.directory).where(old)))
         if unreferenced := directories - self._writing:
             log.info("deleting %d directories of weights that nothing refers to", len(unreferenced))
@@ -180,7 +180,8 @@ class Storage:
         return sizes
 
     async def delete_archives(self, before: float) -> None:
-        """Delete the archives that were packed before this time; who asks again gets a new one. Raises Superseded."""
+        """Delete the archives that were packed before this time; who asks again gets a new directory. Raises
+        Superseded."""
         self.lease.require()
         await asyncio.to_thread(_remove_files, self._root / "archives", before)
 

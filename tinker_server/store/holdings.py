@@ -1,8 +1,8 @@
 """Limits on what an owner holds: models, and bytes of the disk that has the data directory.
 
-One account has all bytes of an owner: of saved weights with and without a name, snapshots, archives, and of what other
-stores count: uploads, bodies, results, client metrics, samples. Hard links count whole. Snapshots are never refused,
-since models are restored by them.
+A single account has all bytes of an owner: of saved weights with and without a name, snapshots, archives, and of what
+other stores count: uploads, bodies, results, client metrics, samples. Hard links count whole. Snapshots are never
+refused, since models are restored by them.
 """
 
 import asyncio

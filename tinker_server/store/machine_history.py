@@ -1,4 +1,4 @@
-"""The machine's load over the last day: one value of each measure and minute."""
+"""The machine's load over the last day: a value of each measure and minute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

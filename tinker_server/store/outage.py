@@ -1,4 +1,4 @@
-"""Outages of the database: which errors pass, one log line when it stops answering, and one when it answers again."""
+"""Outages of the database: which errors pass, a log line when it stops answering, and another when it answers again."""
 
 import logging
 import sqlite3

@@ -1,7 +1,7 @@
 """The latest value of a metric of each run, as SQL: runs are sorted, filtered and shown by it.
 
-A metric is a recorded number (`RECORDED`) or a number that the client reported, by its name; where both have one name,
-`client:` before it means the client's.
+A metric is a recorded number (`RECORDED`) or a number that the client reported, by its name; where both have the same
+name, `client:` before it means the client's.
 """
 
 import operator
@@ -64,7 +64,7 @@ class Order:
 
 
 def require_name(name: str) -> str:
-    """Return the name of a metric. Raises BadRequest for one that no metric has."""
+    """Return the name of a metric. Raises BadRequest for a name that no metric has."""
     if not 0 < len(name) <= MAX_NAME or "\0" in name:
         raise BadRequest(f"metric: the name {name[:MAX_NAME]!r} is empty, longer than {MAX_NAME} or has a NUL")
     return name

@@ -20,7 +20,7 @@ MAX_WORDS = 16
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with one value of a key: `base_model`, or a key of the metadata."""
+    """Runs with the same value of a key: `base_model`, or a key of the metadata."""
 
     key: str
     value: str

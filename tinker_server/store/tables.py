@@ -245,7 +245,7 @@ class StepRow(Table):
     model_id: Mapped[str] = mapped_column(primary_key=True)
     seq_id: Mapped[int] = mapped_column(primary_key=True)
     step: Mapped[int]
-    """Number of the run's optim_steps before: all operations of a step have one number."""
+    """Number of the run's optim_steps before: all operations of a step have the same number."""
     at: Mapped[float] = mapped_column(index=True)
     """Time at which it finished."""
     tokens: Mapped[int]
@@ -311,7 +311,7 @@ class UnreferencedDirectory(Table):
 
 
 class UsageRow(Table):
-    """The amount of a kind of work for an owner on a base model, in one session and hour."""
+    """The amount of a kind of work for an owner on a base model, in a session and hour."""
 
     __tablename__ = "usage"
 

@@ -134,8 +134,8 @@ class UploadFolder:
                 raise _not_written(error) from None
 
     async def release_refused(self, uploads: list[Upload]) -> bool:
-        """Delete the upload among these that was refused first, unless a file comes for it. Return whether there was
-        one."""
+        """Delete the upload among these that was refused first, unless a file comes for it. Return whether it
+        existed."""
         idle = (upload for upload in uploads if not self.lock_of(upload.upload_id).locked())
         refused = (upload for upload in idle if upload.refused_at is not None)
         first = min(refused, key=lambda upload: upload.refused_at or 0, default=None)

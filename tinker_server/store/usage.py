@@ -121,7 +121,7 @@ class UsageStore:
                 yield page
 
     async def by_day(self, owner: str | None, start: float) -> Counter[tuple[int, str, str]]:
-        """Return amounts by day since 1970 (UTC), owner and kind, of hours from `start` on; of one owner, or of all."""
+        """Return amounts by day since 1970 (UTC), owner and kind, of hours from `start` on; of an owner, or of all."""
         await self.save()
         day = cast(UsageRow.hour, BigInteger) // (24 * HOUR_S)
         query = select(day, UsageRow.owner, UsageRow.kind, func.sum(UsageRow.amount)).where(UsageRow.hour >= start)

@@ -1,4 +1,5 @@
-"""The headers that say how a request's body is encoded: one rule for all routes, applied before the body is read."""
+"""The headers that say how a request's body is encoded: the same rule for all routes, applied before the body is
+read."""
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send

@@ -1,7 +1,7 @@
 """Open connections, each counted for an account: the owner of the key that came on it, or before that its address.
 
 File descriptors are few, and a new connection must not fail because somebody holds all of them. So beyond a bound a new
-connection ends another: of the account that has the most, the one that was silent for longest.
+connection ends another: of the account that has the most, the connection that was silent for longest.
 """
 
 import ipaddress

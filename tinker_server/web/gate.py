@@ -80,7 +80,7 @@ SIGN_IN, SIGN_IN_BYTES = "/login", 4 << 10
 """A form with a key. Nobody is known yet: larger bodies of some would leave no room for those of others."""
 """So many values are parsed and checked in a few milliseconds."""
 LARGE_BODY_VALUES = 1 << 20
-"""Values of a JSON body with a batch or a prompt: Python parses it in one go, and nothing else runs meanwhile."""
+"""Values of a JSON body with a batch or a prompt: Python parses it without a pause, and nothing else runs meanwhile."""
 UPLOADS = API + "uploads/"
 """Files of uploads, which go to the disk as they come. Their route bounds their bytes and their time."""
 _SLICE_BYTES = 1 << 20
@@ -236,7 +236,7 @@ class BodyLimit:
             if num_bytes > limit:
                 raise HTTPException(BodyTooLarge.status, _too_large(limit))  # FastAPI makes a 400 of any other error
             if most_values is not None and num_commas + num_brackets > most_values:
-                # Brackets without end make no large body but a malformed one, and are answered so.
+                # Brackets without end make no large body but a malformed body, and are answered so.
                 status = 422 if num_brackets > most_values else BodyTooLarge.status
                 raise HTTPException(status, _too_many_values(most_values))
             if is_whole and num_bytes < in_memory:

@@ -10,8 +10,8 @@ from tinker_server.web.connections import Accounts, Connections, account_of
 HEAD_S = 20.0
 """Seconds for a request's head to be complete, and for a connection to send anything at all."""
 UNREAD_S = 60.0
-"""Seconds within which a client must have read what was sent, all but some kilobytes; a connection of one that does not
-is ended."""
+"""Seconds within which a client must have read what was sent, all but some kilobytes; a connection of a client that
+does not is ended."""
 HEAD_BYTES = 64 << 10
 NUM_HEADERS = 128
 BELONGS_TO = "connection_belongs_to"
@@ -20,8 +20,8 @@ CONNECTION_LOST = "connection_lost"
 """Key in a request's `state` of the future that is done once its connection is lost. Nothing is read, and no loss is
 noticed, while more than 64 KiB of a body wait for the app."""
 NUM_WAITING = 8
-"""Requests that may wait on a connection for the answer to an earlier one. Common clients never send a second request
-before the first one's answer; each that waits costs memory before its key is known."""
+"""Requests that may wait on a connection for the answer to an earlier request. Common clients never send a second
+request before the first answer; each that waits costs memory before its key is known."""
 
 
 class BoundedHttp(HttpToolsProtocol):

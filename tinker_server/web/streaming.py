@@ -14,7 +14,7 @@ _ENTRIES: TypeAdapter[list[BaseModel]] = TypeAdapter(list[BaseModel])
 
 
 async def stream(parts: AsyncIterator[bytes]) -> Response:
-    """Answer the parts in order. What fails before the first one is answered with its status."""
+    """Answer the parts in order. What fails before the first part is answered with its status."""
     first = await anext(parts)
 
     async def all_parts() -> AsyncIterator[bytes]:

@@ -90,7 +90,7 @@ class Body:
         kind, settings, caller = OPERATIONS[self.operation_kind], models.server.settings, models.caller
         content_type = _content_type(http, kind)
         pieces = [piece async for piece in http.stream()]
-        # One long copy of a large body, during which Python lets other threads run.
+        # A long copy of a large body, during which Python lets other threads run.
         body: bytes = await off_loop(caller, sum(map(len, pieces)), b"".join, pieces)
         is_zstd = http.headers.get("content-encoding", "").strip().lower() == "zstd"
         size_bytes = len(body)

@@ -111,7 +111,7 @@ async def _supersede(stores: WeightStores, directory: str) -> None:
     """Have all inflight sampling sessions of a model sample from its newest weights."""
     folder = f"{directory.rpartition('/')[0]}/"
     left = await stores.samplers.repoint(folder, directory)
-    # A sample that has just begun may still be reading the weights it began with, but not the ones before.
+    # A sample that has just begun may still be reading the weights it began with, but not those before.
     await stores.storage.delete_unreferenced_in(folder, left)
 
 

@@ -75,7 +75,7 @@ class CopiedTensor:
     dtype: str
     part_shape: list[int]
     parts: dict[int | None, tuple[int, int]] = field(default_factory=dict)
-    """Offsets by index in the stack; a tensor that is no stack has one part, with None."""
+    """Offsets by index in the stack; a tensor that is no stack has a single part, with None."""
 
     @property
     def shape(self) -> list[int]:

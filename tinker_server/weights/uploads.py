@@ -204,7 +204,7 @@ def _check_header(directory: Path, upload: Upload) -> None:
 
 def _trainable(upload: Upload, source: Path, info: BaseModelInfo) -> Trainable:
     """Return the shape of the adapter. A vision tower is one that the file has: a client has no field for it. On a
-    server that trains none, the tensors of one are refused by their names.
+    server that trains none, the tensors of a tower are refused by their names.
 
     Raises BadRequest.
     """

@@ -42,7 +42,7 @@ class Collector(SpanExporter):
 
 
 class _FirstFailure(logging.Filter):
-    """Logs one line for the exporter's failures, until an export succeeds."""
+    """Logs a line for the exporter's failures, until an export succeeds."""
 
     def __init__(self, collector: str) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Tracing:
         observers.stored.append(self.stored)
 
     def accepted(self, operation: Operation) -> None:
-        """Begin a trace: this server or an earlier one stored the operation, and it waits."""
+        """Begin a trace: this or an earlier server stored the operation, and it waits."""
         self._traces[operation.request_id] = self._exporter.begin(operation)
 
     @contextlib.contextmanager

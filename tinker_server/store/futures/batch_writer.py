@@ -1,4 +1,4 @@
-"""A writer in batches: items that arrive during one commit go into the next, so that hundreds cost a few commits."""
+"""A writer in batches: items that arrive during a commit go into the next, so that hundreds cost a few commits."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,5 @@
-"""Results that were sent to their clients. They make room: large ones after a while, others when their owner needs it.
+"""Results that were sent to their clients. They make room: large results after a while, others when their owner needs
+it.
 
 A client that lost an answer asks again within 75 seconds once it reaches the server: the SDK's timeout and its longest
 pause. So a result stays for `RESENT_S` after it was sent. What was sent is noted in memory, and written from time to

@@ -1,6 +1,6 @@
 """Operations from their submit until their results are stored.
 
-Submits and results are committed apart, each in batches. An operation is one row, whatever becomes of
+Submits and results are committed apart, each in batches. An operation is a row, whatever becomes of
 the connection and however often it is sent. A result is offered to the database until it is stored; one that cannot be
 stored does not hold up the others.
 """

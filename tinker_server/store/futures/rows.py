@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 class FutureRows:
-    """Reads and writes futures. Every method that writes is one transaction."""
+    """Reads and writes futures. Every method that writes is a transaction."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -188,7 +188,8 @@ class FutureRows:
             await steps.insert(connection, self._db, [result.step for _, result in results if result.step is not None])
 
     async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
-        """Delete the finished ones among these of each lane; one lane's client cannot delete another's results."""
+        """Delete the finished operations among these of each lane; a lane's client cannot delete another's
+        results."""
         async with self._db.write_rows() as connection:
             for lane, request_ids in of_lanes:
                 mine = (FUTURES.c.lane == lane) & FUTURES.c.request_id.in_(request_ids)

@@ -24,11 +24,11 @@ from tinker_server.store.futures.rows import FutureRows
 log = logging.getLogger(__name__)
 TOMBSTONES_KEPT_S = 7 * 24 * 3600
 DELETIONS_AT_ONCE, IDS_AT_ONCE = 10, 500
-"""Statements in one transaction, and ids in one statement: submits and results come between."""
+"""Statements in a transaction, and ids in a statement: submits and results come between."""
 Admit = Callable[[int], Awaitable[object]]
 """Is awaited with the size of a stored result before it is handed out."""
 MAX_RESULT_BYTES = 512 << 20
-"""Bytes of an operation's result. SQLite takes 10^9 bytes in one value, PostgreSQL 2^30."""
+"""Bytes of an operation's result. SQLite takes 10^9 bytes in a value, PostgreSQL 2^30."""
 
 
 async def _at_once(_: int) -> None:
