@@ -1,10 +1,10 @@
 """The trainer on one GPU, on datums that begin alike: tokens that they share computed once, and all datums whole.
 
-    python benchmarks/shared_prefixes.py [--shape 4b] [--layers 36] [--texts]
+    python benchmarks/shared_prefixes.py [--shape 4b] [--layers 36] [--texts] [--cases TEXT]
 
 Both in one run, on one trainer in this process: the milliseconds of a forward_backward whose images the tower has seen,
 the peak of the memory, and how far apart both are: log probabilities in nats, and the gradient as a
-part of its norm. `--texts`: no images, for a shape without a tower.
+part of its norm. `--texts`: no images, for a shape without a tower. `--cases`: those whose names contain it.
 """
 
 import argparse
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
     parser.add_argument("--texts", action="store_true", help="no images")
+    parser.add_argument("--cases", default="", help="those whose names contain this")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_model(Path(scratch) / "model", replace(SHAPES[given.shape], num_layers=given.layers))
@@ -137,6 +138,8 @@ def main() -> None:
                 "8 episodes of 6 turns of 400 with an image in each": episodes(8, 6, 400, image=True),
             }
         for name, inputs in cases.items():
+            if given.cases not in name:
+                continue
             compare(rank, name, batch_of(inputs, rank.base.renderer))
         print(f"compiled while it served: {torch._dynamo.utils.counters['stats']['unique_graphs'] - compiled}")
 

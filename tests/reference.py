@@ -87,6 +87,6 @@ class Steps:
 
 def _targets(lora: Trainable) -> str:
     """Return PEFT's target_modules: parts of the language model's layers, and the head."""
-    flags = {"(q|k|v|o)_proj": lora.train_attn, "(gate|up|down)_proj": lora.train_mlp}
+    flags = {r"((q|k|v|o|out)_proj|in_proj_\w+)": lora.train_attn, "(gate|up|down)_proj": lora.train_mlp}
     parts = [rf"language_model.*\.{part}" for part, is_trained in flags.items() if is_trained]
     return rf".*({'|'.join([*parts, 'lm_head'] if lora.train_unembed else parts)})"

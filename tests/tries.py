@@ -22,6 +22,26 @@ def random_trie(seed: int, vocab_size: int = 300) -> list[np.ndarray]:
     return [found[index] for index in random.permutation(len(found))]
 
 
+STATES: list[tuple[list[int], list[int]]] = [
+    ([70, 3, 65], [-1, 0, 0]),
+    ([64, 64, 128, 1], [-1, 0, 1, 2]),
+    ([5, 1, 1, 200, 2], [-1, 0, 1, 2, 1]),
+    ([1, 1, 1, 1, 1], [-1, 0, 1, 2, 2]),
+    ([130, 2, 9, 40, 1, 3], [-1, 0, 1, 1, -1, 0]),
+    ([2, *[1] * 20], [-1, *[0] * 20]),
+]
+"""Lengths of segments, and the segment before each, -1 for none."""
+
+
+def paths_of(lengths: list[int], parents: list[int]) -> list[list[int]]:
+    """By segment, the packed tokens of a sample that ends with it."""
+    ends = np.cumsum([0, *lengths]).tolist()
+    found: list[list[int]] = []
+    for segment, parent in enumerate(parents):
+        found.append([*(found[parent] if parent >= 0 else []), *range(ends[segment], ends[segment + 1])])
+    return found
+
+
 def datums_of(*parts: tuple[int, ...]) -> list[np.ndarray]:
     """Each datum is some texts of these lengths; equal beginnings of the lengths are equal texts."""
     made: dict[tuple[int, ...], np.ndarray] = {}

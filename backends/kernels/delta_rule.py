@@ -2,7 +2,7 @@
 
 The kernels are flash-linear-attention's and our own, `delta_rule_gradients.py`, in chunks of 64 tokens (Yang et
 al., arXiv 2412.06464, section 3.3); no chunk holds two samples. They read where samples begin from the device alone, so
-that a graph serves samples of any lengths.
+that a graph serves samples of any lengths. Of tries of segments (`carried_state.py`) they know on the host.
 
 T tokens of a microbatch, S samples, H heads, K and V widths of a key and a value, C tokens of a chunk, R chunks
 """
@@ -10,6 +10,7 @@ T tokens of a microbatch, S samples, H heads, K and V widths of a key and a valu
 import functools
 import importlib
 import os
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
@@ -17,8 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinker_server.backends.kernels import carried_state
 from tinker_server.backends.kernels.autograd import Context
 from tinker_server.backends.kernels.cards import choices_on
+from tinker_server.backends.kernels.carried_state import Call
+from tinker_server.backends.kernels.delta_rule_tries import run, run_backward
 from tinker_server.backends.kernels.targets import DELTA_RULE
 from tinker_server.backends.patches import require_as_written
 from tinker_server.backends.protocol import BackendFailed
@@ -89,30 +93,62 @@ def chunk_indices(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 # A custom operator: torch.compile does not trace it, and so compiles once for every mixture of lengths.
 @torch.library.custom_op("tinker_server::packed_delta_rule", mutates_args=())
 def packed_delta_rule(  # noqa: PLR0913
-    query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_seqlens: Tensor
+    query_THK: Tensor,
+    key_THK: Tensor,
+    value_THV: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_host: Tensor | None = None,
+    parents_host: Tensor | None = None,
+    calls: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return [T, H, V]; and for backward the decay accumulated in each chunk [T, H] float32, and each chunk's inverted
     triangular system [T, H, C].
 
     Queries and keys have norm 1. `decay_TH` is logarithmic, float32, at most 0. `cu_seqlens` [S + 1] on the device.
+    The last three, where samples are segments of tries: `carried_state.Carried` has them, the last on the device.
     """
-    _require_as_defined(query_THK.device, query_THK.dtype, query_THK.shape[1:], value_THV.shape[2])
-    return _forward((query_THK, key_THK, value_THV, decay_TH, beta_TH), cu_seqlens)
+    like = query_THK.device, query_THK.dtype, query_THK.shape[1:], value_THV.shape[2]
+    _require_as_defined(*like)
+    inputs = [query_THK, key_THK, value_THV, decay_TH, beta_TH]
+    if of := _calls(calls, cu_seqlens_host, parents_host):
+        _require_tries_as_defined(*like)
+        out, passed, solved = run(inputs, of, _state_table(query_THK, value_THV, parents_host), _forward)
+        return out, passed, solved
+    (out, passed, solved), _ = _forward(inputs, cu_seqlens)
+    return out, passed, solved
 
 
-def _forward(inputs: tuple[Tensor, ...], cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _calls(flat: Tensor | None, cu_seqlens_host: Tensor | None, parents_host: Tensor | None) -> list[Call]:
+    if flat is None or cu_seqlens_host is None or parents_host is None:
+        return []
+    return list(carried_state.calls(flat, cu_seqlens_host, parents_host))
+
+
+def _state_table(query_THK: Tensor, value_THV: Tensor, parents_host: Tensor | None) -> Tensor:
+    """Return the table of states, 0."""
+    assert parents_host is not None
+    shape = carried_state.num_kept(parents_host) + 1, *query_THK.shape[1:], value_THV.shape[2]
+    return query_THK.new_zeros(shape, dtype=torch.float32)
+
+
+def _forward(
+    inputs: Sequence[Tensor], cu_seqlens: Tensor, begins: Tensor | None = None, keeps: bool = False
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Implement `delta_rule_tries.Forward`."""
     query_THK, _, value_THV, *_ = inputs
     bounds, indices = chunk_indices(cu_seqlens, len(query_THK))
-    passed, out, solved, *_ = _kernels().chunk_gated_delta_rule_fwd(
+    passed, out, solved, last, *_ = _kernels().chunk_gated_delta_rule_fwd(
         **_batch(*inputs),
         scale=query_THK.shape[-1] ** -0.5,
-        initial_state=None,
-        output_final_state=False,
+        initial_state=begins,
+        output_final_state=keeps,
         cu_seqlens=bounds,
         chunk_indices=indices,
         chunk_size=CHUNK,
     )
-    return out[0].to(value_THV.dtype), passed[0], solved[0]
+    return (out[0].to(value_THV.dtype), passed[0], solved[0]), last
 
 
 @torch.library.custom_op("tinker_server::packed_delta_rule_backward", mutates_args=())
@@ -125,19 +161,47 @@ def packed_delta_rule_backward(  # noqa: PLR0913
     passed_TH: Tensor,
     solved_THC: Tensor,
     cu_seqlens: Tensor,
+    cu_seqlens_host: Tensor | None = None,
+    parents_host: Tensor | None = None,
+    calls: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value, decay and beta."""
-    return _gradients(grad_THV, (query_THK, key_THK, value_THV, beta_TH), (passed_TH, solved_THC), cu_seqlens)
+    saved = [grad_THV, query_THK, key_THK, value_THV, beta_TH, passed_TH, solved_THC]
+    if of := _calls(calls, cu_seqlens_host, parents_host):
+        kept = _state_table(query_THK, value_THV, parents_host)
+        run(saved, [call for call in of if len(call.row_K)], kept, _states)
+        of_query, of_key, of_value, of_decay, of_beta = run_backward(saved, of, kept, _gradients)
+    else:
+        (of_query, of_key, of_value, of_decay, of_beta), _ = _gradients(saved, cu_seqlens)
+    return of_query, of_key, of_value, of_decay, of_beta
+
+
+def _states(
+    saved: Sequence[Tensor], cu_seqlens: Tensor, begins: Tensor | None, keeps: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Implement `delta_rule_tries.Forward` for the states alone."""
+    _, _, key_THK, value_THV, beta_TH, passed_TH, solved_THC = saved
+    k, v, beta, g, solved = (
+        tensor.contiguous()[None] for tensor in (key_THK, value_THV, beta_TH, passed_TH, solved_THC)
+    )
+    bounds, indices = chunk_indices(cu_seqlens, len(key_THK))
+    lengths = {"cu_seqlens": bounds, "chunk_indices": indices}
+    w, u = _kernels().recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=g, **lengths)
+    _, _, last = _kernels().chunk_gated_delta_rule_fwd_h(
+        k=k, w=w, u=u, g=g, initial_state=begins, output_final_state=keeps, **lengths
+    )
+    return (), last
 
 
 def _gradients(
-    grad_THV: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], saved: tuple[Tensor, Tensor], cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    saved: Sequence[Tensor], cu_seqlens: Tensor, begins: Tensor | None = None, of_last: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Implement `delta_rule_tries.Backward`."""
     from tinker_server.backends.kernels.delta_rule_gradients import (
         of_queries_and_keys,  # Triton is there only with CUDA
     )
 
-    (query_THK, key_THK, value_THV, beta_TH), (passed_TH, solved_THC) = inputs, saved
+    grad_THV, query_THK, key_THK, value_THV, beta_TH, passed_TH, solved_THC = saved
     bounds, indices = chunk_indices(cu_seqlens, len(query_THK))
     lengths = {"cu_seqlens": bounds, "chunk_indices": indices}
     kernels, scale = _kernels(), query_THK.shape[-1] ** -0.5
@@ -146,11 +210,11 @@ def _gradients(
     grad, solved = grad_THV.contiguous()[None], solved_THC.contiguous()[None]
     w, u = kernels.recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=g, **lengths)
     states, new, _ = kernels.chunk_gated_delta_rule_fwd_h(
-        k=k, w=w, u=u, g=g, initial_state=None, output_final_state=False, **lengths
+        k=k, w=w, u=u, g=g, initial_state=begins, output_final_state=False, **lengths
     )
     of_new = kernels.chunk_bwd_dv_local(q=q, k=k, g=g, do=grad, scale=scale, **lengths)
-    of_states, _, of_new = kernels.chunk_gated_delta_rule_bwd_dhu(
-        q=q, k=k, w=w, g=g, h0=None, dht=None, do=grad, dv=of_new, scale=scale, **lengths
+    of_states, of_begins, of_new = kernels.chunk_gated_delta_rule_bwd_dhu(
+        q=q, k=k, w=w, g=g, h0=begins, dht=of_last, do=grad, dv=of_new, scale=scale, **lengths
     )
     tensors = q[0], k[0], new[0], g[0], grad[0], of_new[0], states[0], of_states[0]
     of_query, of_key, of_w, of_decay = of_queries_and_keys(tensors, bounds, indices, CHUNK)
@@ -158,45 +222,80 @@ def _gradients(
         k=k, v=v, beta=beta, g=g, A=solved, dw=of_w[None], du=of_new, **lengths
     )
     of_decay = kernels.chunk_local_cumsum((of_decay + of_decay_too[0])[None], chunk_size=CHUNK, reverse=True, **lengths)
-    return (
+    found = (
         of_query,
         (of_key + of_key_too[0]).to(key_THK.dtype),
         of_value[0].to(value_THV.dtype),
         of_decay[0].to(passed_TH.dtype),
         of_beta[0].to(beta_TH.dtype),
     )
+    return found, of_begins
 
 
 @functools.cache
 def _require_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.Size, width: int) -> None:
     """Raise BackendFailed if the kernels give other numbers than the recurrence, token by token, for heads of this
     shape."""
-    lengths, (num_heads, size) = _TESTED_LENGTHS, heads
+    inputs, grad_THV = _random_samples(device, dtype, heads, width)
+    cu_seqlens = torch.tensor([0, *_TESTED_LENGTHS], device=device).cumsum(0, dtype=torch.int32)
+    (out, *saved), _ = _forward(inputs, cu_seqlens)
+    query, key, value, _, beta = inputs
+    gradients, _ = _gradients([grad_THV, query, key, value, beta, *saved], cu_seqlens)
+    _compare((out, *gradients), inputs, grad_THV)
+
+
+@functools.cache
+def _require_tries_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.Size, width: int) -> None:
+    """Require as `_require_as_defined`, where each sample is packed as segments, of which each follows the last."""
+    inputs, grad_THV = _random_samples(device, dtype, heads, width)
+    begins, parents = [0], []
+    for length in _TESTED_LENGTHS:
+        cuts = sorted({-(-length // 3), -(-length * 2 // 3), length})
+        parents += [len(parents) + place - 1 if place else -1 for place in range(len(cuts))]
+        first = begins[-1]
+        begins += [first + cut for cut in cuts]
+    flat, _, parents_host = carried_state.tables(begins, parents)
+    bounds_host = torch.tensor(begins)
+    carried = bounds_host, parents_host, flat.to(device)
+    of, kept = _calls(carried[2], bounds_host, parents_host), _state_table(inputs[0], inputs[2], parents_host)
+    out, *saved = run(inputs, of, kept, _forward)
+    query, key, value, _, beta = inputs
+    gradients = packed_delta_rule_backward(grad_THV, query, key, value, beta, *saved, bounds_host, *carried)
+    _compare((out, *gradients), inputs, grad_THV)
+
+
+def _random_samples(
+    device: torch.device, dtype: torch.dtype, heads: torch.Size, width: int
+) -> tuple[list[Tensor], Tensor]:
+    """Return the inputs of samples of `_TESTED_LENGTHS`, and a gradient of the output."""
+    num_heads, size = heads
     made = torch.Generator(device).manual_seed(0)
-    num_tokens = sum(lengths)
+    num_tokens = sum(_TESTED_LENGTHS)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(num_tokens, num_heads, *shape, device=device, generator=made)
 
     units = (F.normalize(random(size), dim=-1).to(dtype) for _ in range(2))
-    inputs = (*units, random(width).to(dtype), -random().abs(), random().sigmoid().to(dtype))
-    grad_THV = random(width).to(dtype)
-    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    out, *saved = _forward(inputs, cu_seqlens)
-    query, key, value, _, beta = inputs
-    found = (out, *_gradients(grad_THV, (query, key, value, beta), (saved[0], saved[1]), cu_seqlens))
-    for begin, end in pairwise([0, *accumulate(lengths)]):
+    inputs = [*units, random(width).to(dtype), -random().abs(), random().sigmoid().to(dtype)]
+    return inputs, random(width).to(dtype)
+
+
+def _compare(found: Sequence[Tensor], inputs: Sequence[Tensor], grad_THV: Tensor) -> None:
+    """Raise BackendFailed if the output and the gradients of the samples of `_TESTED_LENGTHS` are not those of the
+    recurrence."""
+    for begin, end in pairwise([0, *accumulate(_TESTED_LENGTHS)]):
         sample, length = slice(begin, end), end - begin
-        if length > lengths[0]:
+        if length > _TESTED_LENGTHS[0]:
             continue
         wanted = _by_recurrence([tensor[sample] for tensor in inputs], grad_THV[sample])
         for part, whole in zip((tensor[sample].float() for tensor in found), wanted, strict=True):
             # A sample of one token has no gradient of its decay.
             apart: float = ((part - whole).norm() / (whole.norm() + _SMALL * whole.numel() ** 0.5)).item()
             if not apart < _CLOSE:
+                num_heads, size = inputs[0].shape[1:]
                 raise BackendFailed(
                     f"the kernels of linear attention give other numbers than its definition, for {num_heads} heads of"
-                    f" {size} and {width} values and a sample of {length} tokens: {apart:.3g} of their norm"
+                    f" {size} and {grad_THV.shape[2]} values and a sample of {length} tokens: {apart:.3g} of their norm"
                 )
 
 
@@ -258,13 +357,13 @@ def _(_grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, _, beta, cu_seqlens = inputs
+    query, key, value, _, beta, *lengths = inputs
     _, passed, solved = output
-    ctx.save_for_backward(query, key, value, beta, passed, solved, cu_seqlens)
+    ctx.save_for_backward(query, key, value, beta, passed, solved, *lengths)
 
 
 def _backward(ctx: Context, grad_THV: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return *packed_delta_rule_backward(grad_THV, *ctx.saved_tensors), None
+    return *packed_delta_rule_backward(grad_THV, *ctx.saved_tensors), None, None, None, None
 
 
 packed_delta_rule.register_autograd(_backward, setup_context=_save)

@@ -45,6 +45,7 @@ from tinker_server.backends.trainer.model.packing import Microbatch, pack
 from tinker_server.backends.trainer.model.recompute import Memory, Recomputation
 from tinker_server.backends.trainer.model.router_replay import RouterReplay
 from tinker_server.backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
+from tinker_server.backends.trainer.model.shared_prefixes import SAVED_PER_STATE
 from tinker_server.backends.trainer.model.sharing import may_share, sharing_is_exact
 from tinker_server.backends.trainer.model.token_logprobs import Scorer, TokenGradient
 from tinker_server.backends.trainer.model.vision import ImageEncoder
@@ -106,6 +107,8 @@ class BaseModel:
         self.whole_below: int | None = 0 if shares else None
         """Microbatches of text of fewer tokens are computed whole; None: all are. Others compute tokens that datums
         share once."""
+        self.saved_per_segment = SAVED_PER_STATE if family.has_linear_attention else 0
+        """Tokens that sharing must save for each segment."""
         self.memory: Memory | None = None
         """The GPU's memory, if microbatches are made to fit into it."""
         self._graphs: Graphs | None = None
@@ -115,7 +118,8 @@ class BaseModel:
             require_whole_products(sizes, world.device)
             progress.does("compiles")
             compile_layers(model.get_decoder().layers)
-            warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled)
+            carries = shares and family.has_linear_attention
+            warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled, carries=carries)
             if config.placement.trainer_bytes:
                 progress.does("measures memory")
                 layers = Recomputation(model.get_decoder().layers, offloads=config.offloads_inputs)

@@ -297,7 +297,7 @@ class TrainerRank:
         layouts = check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
         prefixes, whole_below = None, self.base.whole_below
         if whole_below is not None and len(layouts) > 1:
-            prefixes = find_prefixes(loss_input.data, layouts, whole_below)
+            prefixes = find_prefixes(loss_input.data, layouts, whole_below, self.base.saved_per_segment)
         replaced = sent.loss_fn != loss_input.loss_fn
         return CheckedBatch(
             loss_input, layouts, prefixes, f"{sent.loss_fn}_as_{loss_input.loss_fn}:max" if replaced else None

@@ -13,9 +13,11 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_
 
 from tests import delta_rule
 from tests.models import make_tiny_internvl
+from tests.tries import STATES, paths_of
 from tinker_server.backends.families.processors import ImageProcessor
 from tinker_server.backends.formats.block_fp8 import dequantised, multiply, packed, unpack
 from tinker_server.backends.kernels import log_softmax
+from tinker_server.backends.kernels.carried_state import tables
 from tinker_server.backends.kernels.delta_rule import CHUNK, chunk_indices, packed_delta_rule
 from tinker_server.backends.kernels.delta_rule_gradients import of_queries_and_keys
 from tinker_server.backends.kernels.rotary import rotate
@@ -203,6 +205,35 @@ def test_each_packed_sample_has_a_state_of_its_own(lengths, heads, size, width):
         for name, part, whole in zip("oqkvgb", (one[begin:end].double() for one in found), wanted, strict=True):
             # A single token's decay changes nothing.
             assert (part - whole).norm() < 0.02 * whole.norm() + 2e-3 * whole.numel() ** 0.5, (name, end - begin)
+
+
+TRIES = {
+    **{str(number): trie for number, trie in enumerate(STATES)},
+    "long": ([300, 200, 1, 70, 64, 500, 3], [-1, 0, 0, 1, 1, -1, 5]),
+    "more than a call has": ([130, *[2] * 70, *[66] * 2], [-1, *[0] * 70, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("lengths", "parents"), TRIES.values(), ids=TRIES)
+def test_a_segment_begins_with_the_last_state_of_the_segment_before_it(lengths, parents):
+    """Gradients are the sums of those of all samples that end with a segment, each by its own tokens alone."""
+    inputs, grad_THV, bounds = of_delta_rule(lengths, 4, 128, 128)
+    host = bounds.cpu()
+    carried = tables(host.tolist(), parents)
+    out, *_ = packed_delta_rule(*inputs, bounds, host, carried.parents_host, carried.calls.cuda())
+    found = [out, *torch.autograd.grad(out, inputs, grad_THV)]
+    wanted = [torch.zeros_like(one, dtype=torch.float64) for one in found]
+    for path, length in zip(paths_of(lengths, parents), lengths, strict=True):
+        own = grad_THV[path].clone()
+        own[:-length] = 0
+        of_path, *gradients = by_recurrence([one[path] for one in inputs], own)
+        wanted[0][path[-length:]] = of_path[-length:]
+        for total, part in zip(wanted[1:], gradients, strict=True):
+            total[path] += part
+    for begin, end in pairwise(bounds.tolist()):
+        for name, part, whole in zip("oqkvgb", found, wanted, strict=True):
+            difference = (part[begin:end].double() - whole[begin:end]).norm()
+            assert difference < 0.02 * whole[begin:end].norm() + 2e-3 * whole[begin:end].numel() ** 0.5, (name, begin)
 
 
 def within_chunks(lengths: list[int], heads: int, size: int, width: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:

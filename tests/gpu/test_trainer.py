@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
-from tests.models import make_tiny_qwen3_5, make_tiny_vl
+from tests.models import make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_vl
 from tests.trainers import (
     LORA,
     SMOOTH,
@@ -31,6 +31,7 @@ from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.model_spec import Mesh, ModelSpec, Placement
 from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.sharing import STATES_ON_CUDA
 from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
@@ -153,6 +154,42 @@ def test_nothing_is_compiled_while_it_serves(make, tmp_path):
             forward_backward(rank, "m", data, True)
             forward_backward(rank, "m", data, False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.parametrize("make", [make_tiny_vl, make_qwen3_5], ids=["Qwen3-VL", "Qwen3.5"])
+def test_nothing_is_compiled_for_datums_that_begin_alike(make, tmp_path):
+    source = make(tmp_path / "model")
+    rank, renderer = on_cuda(source, "bfloat16", max_tokens=16384), make_renderer(source)
+    if rank.base.whole_below is None:
+        pytest.skip("it computes datums whole")
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    rank.create_model("m", LORA)
+    for num, length in ((3, 1), (2, 60), (7, 300)):
+        alike = [prompt(words(3000), words(length + one, 9 + one)) for one in range(num)]
+        data = cross_entropy([datum(one, renderer, 1) for one in [*alike, alike[0], prompt(words(9))]])
+        for backward in (True, False):
+            output = present(forward_backward(rank, "m", data, backward))
+            assert output.metrics["shared_tokens:sum"] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.skipif(not STATES_ON_CUDA, reason="such models compute datums whole on CUDA")
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("make", [make_qwen3_5, make_tiny_nemotron_h], ids=["Qwen3.5", "Nemotron-3"])
+def test_layers_carry_states_along_datums_that_begin_alike(make, dtype, bound, tmp_path):
+    source = make(tmp_path / "model")
+    rank, renderer = on_cuda(source, dtype, max_tokens=16384), make_renderer(source)
+    inputs = [prompt(words(1500), words(length, seed)) for seed, length in enumerate((1, 2, 300, 70, 64))]
+    inputs += [prompt(words(1500), words(400, 50), words(length, 60 + length)) for length in (1, 90, 200)]
+    data = [datum(one, renderer, seed) for seed, one in enumerate(inputs)]
+    shared, of_shared = scored(rank, data)
+    rank.delete_model("m")
+    assert rank.base.whole_below is not None and rank.base.whole_below < 8 * 1500
+    rank.base.whole_below = None
+    whole, of_whole = scored(rank, data)
+    for found, wanted in zip(shared, whole, strict=True):
+        assert np.abs(found - wanted).mean() < bound
+    assert relative_distance(of_shared.values(), of_whole.values()) < bound
 
 
 @pytest.mark.parametrize("make", [make_tiny_vl, make_tiny_qwen3_5], ids=["Qwen3-VL", "Qwen3.5"])

@@ -33,6 +33,7 @@ from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Placement
 from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model.sharing import STATES_ON_CUDA
 from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
@@ -248,6 +249,29 @@ def test_datums_that_begin_alike_are_near_transformers_and_peft_in_float32(
     require_near(Composition(f"trie-{seed}", tuple(models), True), rank, (reference,), renderer, worst, data)
     hook.remove()
     assert any(shares)
+
+
+@pytest.mark.skipif(not STATES_ON_CUDA, reason="such models compute datums whole on CUDA")
+def test_datums_that_begin_alike_in_layers_with_states_are_near_transformers_and_peft_in_float32(
+    tmp_path, worst
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    source = KINDS["Qwen3.5"](tmp_path / "model")
+    rank, renderer = trainer_of(source), make_renderer(source)
+    assert rank.base.whole_below is not None
+    references = Reference(source), Reference(source, torch.bfloat16)
+    for seed in range(4):
+        data = [trie_data(seed + 100 * place, renderer) for place in range(2)]
+        lengths = (tuple(renderer.layout(item.model_input, "datum").num_tokens for item in own) for own in data)
+        models = tuple(zip((8, 32), lengths, strict=True))
+        shares: list[bool] = []
+        hook = rank.base.scorer.register_forward_pre_hook(
+            lambda _, given, into=shares: into.append(given[0].carried is not None)
+        )
+        require_near(Composition(f"states-{seed}", models, True), rank, references, renderer, worst, data)
+        hook.remove()
+        assert any(shares)
 
 
 def trie_data(seed: int, renderer: Renderer) -> list[Datum]:

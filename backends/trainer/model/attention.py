@@ -28,6 +28,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from tinker_server.backends.kernels.carried_state import Carried
 from tinker_server.backends.kernels.exchange import num_ranks, own_part, to_heads, to_tokens
 from tinker_server.backends.kernels.plain_attention import plain_attention
 from tinker_server.backends.kernels.shared_prefix import prefixes_of, rows_of, tables
@@ -76,6 +77,11 @@ class PackedLengths(TypedDict):
     """As `shared_prefix.tables` gives them, on the device and on the host. They are there where nothing is shared too:
     layers are compiled once for both."""
     packed_shared_host: Tensor
+    packed_calls: Tensor | None
+    """As `carried_state.Carried` has them, this on the device as the next one; None: nothing is shared, or no layer
+    carries a state."""
+    packed_tails: Tensor | None
+    packed_parents_host: Tensor | None
 
 
 class _Arguments(PackedLengths, total=False):
@@ -95,9 +101,11 @@ def varlen_arguments(  # noqa: PLR0913
     group: str | None = None,
     images_IF: Tensor | None = None,
     shared: tuple[Tensor, Tensor] | None = None,
+    carried: Carried | None = None,
 ) -> PackedLengths:
     """Return the lengths of the packed samples as arguments of the model's forward. `images_IF` are the tokens of
-    images that see each other, `shared` the segments that several samples see, on the device and on the host."""
+    images that see each other, `shared` the segments that several samples see, on the device and on the host, and
+    `carried` what layers with a state need for them."""
     if shared is None:
         bounds, table = tables([])
         shared = torch.zeros_like(bounds, device=cu_seqlens.device), table
@@ -110,6 +118,9 @@ def varlen_arguments(  # noqa: PLR0913
         packed_image_tokens=0 if images_IF is None else images_IF.shape[1],
         packed_shared=shared[0],
         packed_shared_host=shared[1],
+        packed_calls=None if carried is None else carried.calls,
+        packed_tails=None if carried is None else carried.tails,
+        packed_parents_host=None if carried is None else carried.parents_host,
     )
 
 

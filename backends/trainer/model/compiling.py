@@ -17,6 +17,7 @@ from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.lora.experts import LoraExperts
 from tinker_server.backends.trainer.model import targets
 from tinker_server.backends.trainer.model.packing import Microbatch, pack
+from tinker_server.backends.trainer.model.shared_prefixes import Trie, trie_of_three
 from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ def merge_linears(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def warm_up(scorer: Scorer, renderer: Renderer, world: World, *, is_coupled: bool) -> None:
-    """Compile what serving needs, with a gradient and without: nothing is then compiled while it serves.
+def warm_up(scorer: Scorer, renderer: Renderer, world: World, *, is_coupled: bool, carries: bool = False) -> None:
+    """Compile what serving needs, with a gradient and without: nothing is then compiled while it serves. `carries`:
+    layers carry states along texts that share beginnings.
 
     Nothing is recomputed yet, so a large base may lack the memory: then it is compiled by shorter texts, unless ranks
     wait for each other in it (`is_coupled`).
@@ -95,13 +97,20 @@ def warm_up(scorer: Scorer, renderer: Renderer, world: World, *, is_coupled: boo
     began = time.monotonic()
     log.info("compiling the decoder's layers, which takes about half a minute")
     lengths = [world.context.size * length for length in _WARM_UP_LENGTHS]
-    while not _runs(scorer, renderer, world, lengths, can_fail=not is_coupled and min(lengths) > _LEAST_WARM_UP):
+
+    def runs() -> bool:
+        can_fail = not is_coupled and min(lengths) > _LEAST_WARM_UP
+        return _runs(scorer, renderer, world, lengths, can_fail=can_fail, carries=carries)
+
+    while not runs():
         torch.cuda.empty_cache()
         lengths = [length // 2 for length in lengths]
     log.info("compiled in %.0f s, by a microbatch of %d tokens", time.monotonic() - began, sum(lengths))
 
 
-def _runs(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int], *, can_fail: bool) -> bool:
+def _runs(  # noqa: PLR0913
+    scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int], *, can_fail: bool, carries: bool
+) -> bool:
     """Run texts of these lengths in all ways; return False if they take too much memory and this `can_fail`."""
     try:
         for with_gradient in (True, False):
@@ -109,6 +118,10 @@ def _runs(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[in
                 run_text(scorer, renderer, world, lengths)
                 if renderer.family.sees_whole_images:  # layers are compiled once more, and their kernel is tested
                     run_text(scorer, renderer, world, lengths, with_image=True)
+                if carries:  # and so are layers that carry states
+                    first, second = lengths
+                    trie = trie_of_three(first // 2, first * 2 // 3, [first, second, second - 3])
+                    _run(scorer, text_microbatch(renderer, world, trie.lengths, trie=trie))
     except torch.OutOfMemoryError:
         if not can_fail:
             raise
@@ -121,17 +134,20 @@ def run_text(
 ) -> None:
     """Run a microbatch of made-up texts through the base alone, and backward if gradients are enabled. `with_image`:
     the first begins with the tokens of an image, without its features."""
+    _run(scorer, text_microbatch(renderer, world, lengths, with_image=with_image))
+
+
+def _run(scorer: Scorer, batch: Microbatch) -> None:
     scorer.weights.load([])
-    batch = text_microbatch(renderer, world, lengths, with_image=with_image)
-    logprobs_TK = scorer(batch, scorer.weights.blank(sum(lengths)))
+    logprobs_TK = scorer(batch, scorer.weights.blank(len(batch.targets_TK)))
     if torch.is_grad_enabled():
         logprobs_TK.sum().backward()
 
 
 def text_microbatch(
-    renderer: Renderer, world: World, lengths: Sequence[int], *, with_image: bool = False
+    renderer: Renderer, world: World, lengths: Sequence[int], *, with_image: bool = False, trie: Trie | None = None
 ) -> Microbatch:
-    """Pack made-up texts of these lengths, the first one as `run_text` says."""
+    """Pack made-up texts of these lengths, the first one as `run_text` says, or as a trie."""
     texts, vision = [np.zeros(length, np.int64) for length in lengths], renderer.family.vision
     spans: list[list[ImageSpan]] = [[] for _ in texts]
     if with_image and vision is not None:
@@ -140,4 +156,4 @@ def text_microbatch(
         texts[0][: span.num_tokens] = vision.image_ids(span)
         spans[0].append(span)
     samples = [(Rendered(text, own, []), text) for text, own in zip(texts, spans, strict=True)]
-    return pack(samples, renderer.family, world.device)
+    return pack(samples, renderer.family, world.device, trie)

@@ -1,4 +1,5 @@
-"""Linear attention (the gated delta rule, Mamba2) over packed microbatches: each sample has a state of its own.
+"""Linear attention (the gated delta rule, Mamba2) over packed microbatches: each sample has a state of its own, and a
+segment of a trie of samples begins with that of the segment before it.
 
 transformers carries state and convolution from one packed sample into the next. Its two functions are replaced, for
 calls with the lengths of packed samples (`attention.varlen_arguments`) alone. Where ranks have slices of the tokens,
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from tinker_server.backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES, SCANS
+from tinker_server.backends.kernels.carried_state import MOST_BEFORE, tails
 from tinker_server.backends.kernels.delta_rule import has_kernels, packed_delta_rule
 from tinker_server.backends.kernels.exchange import own_part, to_heads, to_tokens
 from tinker_server.backends.patches import Patch
@@ -87,6 +89,7 @@ def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         bias: Tensor | None = None,
         activation: str | None = None,
         packed_cu_seqlens: Tensor | None = None,
+        packed_tails: Tensor | None = None,
         packed_group: str | None = None,
         **other: object,
     ) -> Tensor:
@@ -99,7 +102,9 @@ def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             bias = None if bias is None else own_part(bias, packed_group)
             row_CT = to_heads(row_CT.T[..., None], packed_group)[..., 0].T
         wide = torch.promote_types(torch.promote_types(row_CT.dtype, weight.dtype), torch.float32)
-        out_CT = _convolved(row_CT.to(wide), weight.to(wide), _places(packed_cu_seqlens, row_CT.shape[1]))
+        row_CT, weight = row_CT.to(wide), weight.to(wide)
+        out_CT = _convolved(row_CT, weight, _places(packed_cu_seqlens, row_CT.shape[1]))
+        out_CT = out_CT if packed_tails is None else _with_tails(out_CT, row_CT, weight, packed_tails)
         out_CT = out_CT if bias is None else out_CT + bias.to(wide)[:, None]
         out_CT = (out_CT if activation is None else _activated(activation, out_CT)).to(hidden_states.dtype)
         if packed_group is not None:
@@ -125,6 +130,16 @@ def _convolved(row_CT: Tensor, weight: Tensor, place_T: Tensor) -> Tensor:
     return out_CT
 
 
+def _with_tails(out_CT: Tensor, row_CT: Tensor, weight: Tensor, flat: Tensor) -> Tensor:
+    """Add what the first tokens of segments read of the segments before; `flat` as `carried_state.tails` reads it."""
+    token_F, before_FB = tails(flat)
+    width = weight.shape[1]
+    assert width - 1 <= MOST_BEFORE, "sharing is refused for a wider convolution"
+    before_FB = before_FB[:, : width - 1]
+    read_CFB = row_CT[:, before_FB.clamp(min=0)].masked_fill(before_FB < 0, 0)
+    return out_CT.index_add(1, token_F, (read_CFB * weight[:, :-1].flip(1)[:, None]).sum(-1))
+
+
 def _activated(name: str, tensor: Tensor) -> Tensor:
     return F.silu(tensor) if name in ("silu", "swish") else ACT2FN[name](tensor)
 
@@ -138,6 +153,8 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
         beta: Tensor,
         packed_cu_seqlens: Tensor | None = None,
         packed_cu_seqlens_host: Tensor | None = None,
+        packed_parents_host: Tensor | None = None,
+        packed_calls: Tensor | None = None,
         packed_group: str | None = None,
         **other: object,
     ) -> tuple[Tensor, Tensor | None]:
@@ -154,9 +171,11 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
         unit_query, unit_key = (_normalised(one.to(wide)) for one in (query, key))
         if has_kernels(query):
             units = unit_query.to(query.dtype), unit_key.to(key.dtype)
-            out_THV, *_ = packed_delta_rule(*units, value, g.float(), beta, packed_cu_seqlens)
+            carried = (packed_cu_seqlens_host, packed_parents_host, packed_calls)
+            carried = carried if packed_parents_host is not None else ()
+            out_THV, *_ = packed_delta_rule(*units, value, g.float(), beta, packed_cu_seqlens, *carried)
         else:
-            chunks = chunks_of(packed_cu_seqlens_host, query.device)
+            chunks = chunks_of(packed_cu_seqlens_host, query.device, packed_parents_host)
             out_THV = _packed_delta_rule(unit_query, unit_key, value.to(wide), g.to(wide), beta.to(wide), chunks)
             out_THV = out_THV.to(query.dtype)
         return (out_THV if packed_group is None else to_tokens(out_THV, packed_group))[None], None
@@ -190,9 +209,9 @@ def _packed_delta_rule(  # noqa: PLR0913
     lasting = passed[..., -1].exp()[..., None, None]
     state_SHKV = query.new_zeros(chunks.steps[0], *key.shape[1:2], key.shape[-1], value.shape[-1])
     outputs, begin = [], 0
-    for num_samples in chunks.steps:
+    for step, num_samples in enumerate(chunks.steps):
         rows = slice(begin, begin + num_samples)
-        state_SHKV = state_SHKV[:num_samples]
+        state_SHKV = chunks.states(state_SHKV, step) if step else state_SHKV
         new = written[rows] - read[rows] @ state_SHKV
         outputs.append(query[rows] @ state_SHKV + attention[rows] @ new)
         state_SHKV = state_SHKV * lasting[rows] + key[rows].mT @ new

@@ -19,6 +19,8 @@ from torch import Tensor
 from tinker_server.api_schemas.inputs import Datum
 from tinker_server.backends.families.family import Family, RenderedImage
 from tinker_server.backends.inputs.rendering import Rendered
+from tinker_server.backends.kernels import carried_state
+from tinker_server.backends.kernels.carried_state import Carried
 from tinker_server.backends.kernels.pinned_copy import to_device
 from tinker_server.backends.kernels.shared_prefix import tables
 from tinker_server.backends.trainer.model.shared_prefixes import Trie
@@ -95,6 +97,8 @@ class Microbatch:
     shared: tuple[Tensor, Tensor] | None = None
     """Segments that others see, as `shared_prefix.tables` gives them, the first on the device; None: there are none,
     and `cu_seqlens` are those of samples, else of segments."""
+    carried: Carried | None = None
+    """What layers that carry a state need where `shared` is there; None: there are no such layers."""
     places_NK: Tensor | None = None
     """For the targets of all samples, sample by sample, their places in the targets of the microbatch; None:
     they are the microbatch's own."""
@@ -122,12 +126,15 @@ def pack(samples: Sequence[Sample], family: Family, device: torch.device, trie: 
     inputs = [rendered for rendered, _ in samples]
     positions = [family.position_ids(len(rendered.token_ids_T), rendered.spans) for rendered in inputs]
     targets_TK, shared = _side_by_side([targets for _, targets in samples], 0), None
-    places = None
+    places, carried = None, None
     if trie is not None and trie.saved:
         assert not missing, "what is shared has more tokens than padding is for"
         targets_TK, places = _common_targets(targets_TK, trie)
         bounds, table = tables(trie.spans())
         shared = to_device(bounds, device), table
+        if family.has_linear_attention or family.has_state_space:
+            of = carried_state.tables(trie.begins, [segment.parent for segment in trie.segments])
+            carried = Carried(to_device(of.calls, device), to_device(of.tails, device), of.parents_host)
         inputs, positions = _cut(inputs, positions, trie)
     lengths = [len(rendered.token_ids_T) for rendered in inputs]
     token_ids = np.concatenate([rendered.token_ids_T for rendered in inputs])[None]
@@ -149,6 +156,7 @@ def pack(samples: Sequence[Sample], family: Family, device: torch.device, trie: 
         feature_tokens=feature_tokens,
         whole_images_IF=to_device(torch.from_numpy(np.stack(feature_tokens())), device) if sees_images else None,
         shared=shared,
+        carried=carried,
         places_NK=None if places is None else to_device(torch.from_numpy(places), device),
     )
 

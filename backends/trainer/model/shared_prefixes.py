@@ -22,6 +22,9 @@ _SAVED_PER_QUERY = 0.5
 """Tokens that a split must save for each token behind it, which attends once more, to its prefix. Measured on an H100,
 in a layer of a model of 4 billion parameters: prefixes of 256 and of 1,024 tokens with 8 suffixes of 256 both gave
 0.5."""
+SAVED_PER_STATE = 64
+"""Tokens that a split must save for each segment behind it, where layers carry a state: so many are a chunk, and each
+segment begins one, from a state in float32 that is copied for it. Not measured, and meant to be too many."""
 MOST_LEVELS = 8
 """Segments of a datum; each but the last is another call of attention."""
 NO_PARENT = -1
@@ -109,6 +112,18 @@ def keep_whole(lengths: Sequence[int]) -> Trie:
     return Trie(segments, list(range(len(lengths))), list(lengths))
 
 
+def trie_of_three(prefix: int, middle: int, lengths: Sequence[int]) -> Trie:
+    """Return the trie of three texts of which all have `prefix` tokens in common, and the last two `middle`."""
+    segments = [
+        Segment(0, 0, prefix, NO_PARENT),
+        Segment(0, prefix, lengths[0], 0),
+        Segment(1, prefix, middle, 0),
+        Segment(1, middle, lengths[1], 2),
+        Segment(2, middle, lengths[2], 2),
+    ]
+    return Trie(segments, [1, 3, 4], list(lengths))
+
+
 def identify(model_inputs: Sequence[tuple[ModelInput, Layout]]) -> list[np.ndarray]:
     """Return [N] int64 for each input, equal where a model sees the same: the tokens of text, and for those of an image
     a negative number of its own."""
@@ -133,11 +148,13 @@ def identify(model_inputs: Sequence[tuple[ModelInput, Layout]]) -> list[np.ndarr
 class Prefixes:
     """How many tokens the datums of a batch have in common."""
 
-    def __init__(self, identities: Sequence[np.ndarray], whole_below: int = 0) -> None:
+    def __init__(self, identities: Sequence[np.ndarray], whole_below: int = 0, saved_per_segment: int = 0) -> None:
         """`identities` [N] int64 are equal where a model sees the same, negative at images. Microbatches of text of
-        fewer tokens than `whole_below` share nothing."""
+        fewer tokens than `whole_below` share nothing. A split saves at least `saved_per_segment` tokens for each
+        segment behind it."""
         self._lengths = list(map(len, identities))
         self._whole_below = whole_below
+        self._saved_per_segment = saved_per_segment
         self._has_images = [bool((tokens_N < 0).any()) for tokens_N in identities]
         # Bytes sort as numbers from 0 on do, a datum before those that it begins.
         keys = [(tokens_N - np.iinfo(np.int64).min).astype(">u8").tobytes() for tokens_N in identities]
@@ -162,7 +179,7 @@ class Prefixes:
         places = sorted(range(len(datums)), key=lambda place: self._rank[datums[place]])
         ranks = [self._rank[datums[place]] for place in places]
         common = [0, *(int(self._common[before + 1 : rank + 1].min()) for before, rank in pairwise(ranks))]
-        return _plan(places, common, lengths)
+        return _plan(places, common, lengths, self._saved_per_segment)
 
     def units(self, max_tokens: int, side_by_side: int = 1) -> list[tuple[list[int], int]]:
         """Divide the batch's datums into those that are best in one microbatch each, with the tokens that they have
@@ -199,7 +216,7 @@ def count_common(first: np.ndarray, second: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else size
 
 
-def _plan(places: Sequence[int], common: Sequence[int], lengths: Sequence[int]) -> Trie:
+def _plan(places: Sequence[int], common: Sequence[int], lengths: Sequence[int], saved_per_segment: int) -> Trie:
     """Make the trie of datums in the order of their tokens; `common` are the tokens that each has in common with the
     datum before."""
     hosts, alone = _hosts(places, common, lengths)
@@ -207,7 +224,8 @@ def _plan(places: Sequence[int], common: Sequence[int], lengths: Sequence[int]) 
     # Between two that are kept, the smallest number of common tokens on the way.
     between = [0, *(min(common[before + 1 : index + 1]) for before, index in pairwise(kept))]
     datums = [places[index] for index in kept]
-    segments, last = _split(datums, np.array(between), np.array([lengths[datum] for datum in datums], np.int64))
+    sizes = np.array([lengths[datum] for datum in datums], np.int64)
+    segments, last = _split(datums, np.array(between), sizes, saved_per_segment)
     for place in alone:
         last[place] = len(segments)
         segments.append(Segment(place, 0, lengths[place], NO_PARENT))
@@ -235,7 +253,9 @@ def _hosts(places: Sequence[int], common: Sequence[int], lengths: Sequence[int])
     return {place: place if place in alone else host for place, host in hosts.items()}, alone
 
 
-def _split(datums: Sequence[int], common: np.ndarray, lengths: np.ndarray) -> tuple[list[Segment], dict[int, int]]:
+def _split(
+    datums: Sequence[int], common: np.ndarray, lengths: np.ndarray, saved_per_segment: int
+) -> tuple[list[Segment], dict[int, int]]:
     """Return the segments of ordered datums of which none begins another, and the last segment of each."""
     segments: list[Segment] = []
     last: dict[int, int] = {}
@@ -252,7 +272,8 @@ def _split(datums: Sequence[int], common: np.ndarray, lengths: np.ndarray) -> tu
         bounds = [first, *(first + 1 + np.flatnonzero(inner == shared)).tolist(), end]
         saved = (shared - begin) * (len(bounds) - 2)
         behind = int(lengths[first:end].sum() - inner.sum()) - shared
-        if saved >= max(LEAST_SAVED, _SAVED_PER_QUERY * behind) and level < MOST_LEVELS:
+        least = max(LEAST_SAVED, _SAVED_PER_QUERY * behind, saved_per_segment * (len(bounds) - 1))
+        if saved >= least and level < MOST_LEVELS:
             segments.append(Segment(datums[first], begin, shared, parent))
             begin, parent, level = shared, len(segments) - 1, level + 1
         groups = pairwise(bounds)

@@ -4,21 +4,26 @@ import logging
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tinker_server.backends.families.family import Family
 from tinker_server.backends.formats.load_check import image_and_text, load_check_image
 from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.kernels.carried_state import MOST_BEFORE
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.trainer.distributed import World, gather_objects
 from tinker_server.backends.trainer.model.packing import Sample, pack
 from tinker_server.backends.trainer.model.self_test import OwnScores, scores_agree, without_placeholders
-from tinker_server.backends.trainer.model.shared_prefixes import NO_PARENT, Segment, Trie
+from tinker_server.backends.trainer.model.shared_prefixes import Trie, trie_of_three
 from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
-_PREFIX, _MIDDLE, _WHOLE = 7, 12, (18, 15, 19)
-"""Tokens of the check: three texts have the first in common, two of them the second too."""
+STATES_ON_CUDA = False
+"""Whether models with linear attention share tokens on CUDA too: there it has not been seen yet."""
+_PREFIX, _MIDDLE, _WHOLE = 7, 9, (18, 15, 19)
+"""Tokens of the check: three texts have the first in common, two of them the second too, which is fewer tokens than a
+convolution reads."""
 
 
 def may_share(scorer: Scorer, family: Family, max_context_length: int, world: World) -> bool:
@@ -39,7 +44,11 @@ def _why_whole(scorer: Scorer, family: Family, max_context_length: int, world: W
     if window:
         kinds.discard("sliding_attention")
     if family.has_linear_attention or family.has_state_space:
-        return "its layers carry a state from token to token"
+        kinds -= {"linear_attention", "mlp", "moe"}
+        if world.device.type == "cuda" and not STATES_ON_CUDA:
+            return "its layers carry a state from token to token, which is not shared on CUDA"
+        if (width := _widest_convolution(scorer.model)) > MOST_BEFORE + 1:
+            return f"its convolutions read {width} tokens, and more than {MOST_BEFORE + 1} are not shared"
     if kinds:
         return f"its layers are of the kinds {', '.join(sorted(kinds))}"
     if family.sees_whole_images:
@@ -49,6 +58,11 @@ def _why_whole(scorer: Scorer, family: Family, max_context_length: int, world: W
     if scorer.router_replay is not None:
         return "experts are replayed, which may differ between datums"
     return None
+
+
+def _widest_convolution(model: PreTrainedModel) -> int:
+    modules = model.get_decoder().modules()
+    return max((module.kernel_size[0] for module in modules if isinstance(module, nn.Conv1d)), default=0)
 
 
 def sharing_is_exact(scorer: Scorer, renderer: Renderer, own: OwnScores, world: World) -> bool:
@@ -78,22 +92,9 @@ def _is_exact(scorer: Scorer, renderer: Renderer, samples: list[Sample], own: Ow
         with torch.no_grad():
             return batch.of_samples(scorer(batch, scorer.weights.blank(len(batch.targets_TK))))
 
-    found, whole = (score(trie).split(lengths) for trie in (_trie(more), None))
+    shared = trie_of_three(more + _PREFIX, more + _MIDDLE, [more + length for length in _WHOLE])
+    found, whole = (score(trie).split(lengths) for trie in (shared, None))
     return scores_agree(found, whole, scorer.model.dtype, own)
-
-
-def _trie(more: int) -> Trie:
-    """Return the trie of the texts, which begin with so many tokens of an image."""
-    prefix, middle = more + _PREFIX, more + _MIDDLE
-    lengths = [more + length for length in _WHOLE]
-    segments = [
-        Segment(0, 0, prefix, NO_PARENT),
-        Segment(0, prefix, lengths[0], 0),
-        Segment(1, prefix, middle, 0),
-        Segment(1, middle, lengths[1], 2),
-        Segment(2, middle, lengths[2], 2),
-    ]
-    return Trie(segments, [1, 3, 4], lengths)
 
 
 def _samples(renderer: Renderer, image: Rendered | None = None) -> list[Sample]:

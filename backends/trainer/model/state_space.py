@@ -1,4 +1,5 @@
-"""Mamba2's scan over packed microbatches: each sample begins with a state of its own.
+"""Mamba2's scan over packed microbatches: each sample begins with a state of its own, and a segment of a trie of
+samples with the last state of the segment before it.
 
 It is computed chunk by chunk, as by Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060, section 6), and in the
 notation of transformers' own `mamba2_chunk_scan`: but a chunk never holds two samples, and all samples take a step of
@@ -31,6 +32,7 @@ def packed_scan(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         D: Tensor,
         dt_bias: Tensor,
         packed_cu_seqlens_host: Tensor | None = None,
+        packed_parents_host: Tensor | None = None,
         packed_group: str | None = None,
         **other: object,
     ) -> Tensor:
@@ -40,7 +42,7 @@ def packed_scan(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return own(hidden_states, dt, A, B, C, D=D, dt_bias=dt_bias, **other)
         assert other.get("initial_states") is None and not other.get("return_final_states"), "training keeps no states"
         assert other.get("dt_softplus") and other.get("dt_limit") == (0.0, torch.inf), "steps are as the engine's"
-        chunks = chunks_of(packed_cu_seqlens_host, hidden_states.device)
+        chunks = chunks_of(packed_cu_seqlens_host, hidden_states.device, packed_parents_host)
         x, steps, of_state, to_output = hidden_states[0], dt[0], B[0], C[0]
         if packed_group is not None:
             x, of_state, to_output, steps = own_heads([x, of_state, to_output, steps[..., None]], packed_group)
@@ -74,7 +76,7 @@ def _scan(x_THP: Tensor, decay_TH: Tensor, b_TGN: Tensor, c_TGN: Tensor, chunks:
         # The state of a group's heads is one matrix [K P, N].
         lasting_RGKC1 = between_RGKCC[..., -1, :, None]
         written_RGMN = (x_RGKCP * lasting_RGKC1).transpose(3, 4).flatten(2, 3) @ b_RGCN
-        before_RGMN = _states_before(written_RGMN, decay_RGKC.sum(-1).exp(), chunks.steps)
+        before_RGMN = _states_before(written_RGMN, decay_RGKC.sum(-1).exp(), chunks)
         read_RGKPC = (before_RGMN @ c_RGCN.mT).unflatten(2, (-1, x_RGKCP.shape[-1]))
         out_RGKCP = out_RGKCP + read_RGKPC.transpose(3, 4) * decay_RGKC.cumsum(-1).exp()[..., None]
     out_RCHP = out_RGKCP.permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -93,15 +95,15 @@ def _passed_between(decay: Tensor) -> Tensor:
     return steps.cumsum(-2).masked_fill(~is_before_CC, -torch.inf).exp()
 
 
-def _states_before(written_RGMN: Tensor, kept_RGK: Tensor, steps: list[int]) -> Tensor:
+def _states_before(written_RGMN: Tensor, kept_RGK: Tensor, chunks: Chunks) -> Tensor:
     """Return [R, G, M, N]: each chunk's state before its first token."""
     width = written_RGMN.shape[2] // kept_RGK.shape[2]
     kept_RGM1 = kept_RGK.repeat_interleave(width, -1)[..., None]
-    state_SGMN = torch.zeros_like(written_RGMN[: steps[0]])
+    state_SGMN = torch.zeros_like(written_RGMN[: chunks.steps[0]])
     states, begin = [], 0
-    for num_samples in steps:
+    for step, num_samples in enumerate(chunks.steps):
         rows = slice(begin, begin + num_samples)
-        state_SGMN = state_SGMN[:num_samples]
+        state_SGMN = chunks.states(state_SGMN, step) if step else state_SGMN
         states.append(state_SGMN)
         state_SGMN = state_SGMN * kept_RGM1[rows] + written_RGMN[rows]
         begin += num_samples

@@ -88,7 +88,8 @@ class Scorer(nn.Module):
             if self._vision is not None:
                 image_inputs = forward.enter_context(self._vision.shown(batch, scales_TR.device))
             lengths = batch.cu_seqlens, batch.cu_seqlens_host, batch.max_seqlen
-            extra = attention.varlen_arguments(*lengths, self._group, batch.whole_images_IF, batch.shared)
+            tries = batch.shared, batch.carried
+            extra = attention.varlen_arguments(*lengths, self._group, batch.whole_images_IF, *tries)
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
         head, hidden_TH = self.model.get_output_embeddings(), output.last_hidden_state[0]
         assert isinstance(head, LoraLinear), "adapters replace the head too"

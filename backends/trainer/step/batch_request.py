@@ -159,13 +159,15 @@ Members = dict[BatchRequest, list[int]]
 """The datums of each request in a packed microbatch."""
 
 
-def find_prefixes(data: Sequence[Datum], layouts: Sequence[Layout], whole_below: int) -> Prefixes | None:
-    """Find what datums have in common; None if they share nothing. `whole_below`: as `Prefixes` says."""
+def find_prefixes(
+    data: Sequence[Datum], layouts: Sequence[Layout], whole_below: int, saved_per_segment: int
+) -> Prefixes | None:
+    """Find what datums have in common; None if they share nothing. The last two are as `Prefixes` says."""
     width = max(targets(datum).size // len(targets(datum)) for datum in data)
     if width > 1 and width * len(data) > _MOST_TARGETS:
         return None
     inputs = [(datum.model_input, layout) for datum, layout in zip(data, layouts, strict=True)]
-    prefixes = Prefixes(identify(inputs), whole_below)
+    prefixes = Prefixes(identify(inputs), whole_below, saved_per_segment)
     return prefixes if prefixes.shares else None
 
 

@@ -5,6 +5,7 @@ import importlib
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.tries import STATES, paths_of
 from tinker_server.backends.configure import examine
 from tinker_server.backends.families import linear_attention as registered
+from tinker_server.backends.kernels.carried_state import tables
 from tinker_server.backends.trainer.model import sample_chunks
 from tinker_server.backends.trainer.model.linear_attention import in_plain_torch, pack_linear_attention
 from tinker_server.backends.trainer.model.sample_chunks import Chunks, make_chunks
@@ -146,6 +149,35 @@ def test_a_convolution_reads_its_own_sample_alone(functions, lengths: list[int],
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("lengths", "parents"), STATES, ids=str)
+def test_a_segment_goes_on_where_the_segment_before_it_ends(functions, lengths: list[int], parents: list[int]) -> None:
+    convolution, rule = functions
+    host, given, paths = lengths_of(lengths), inputs(sum(lengths)), paths_of(lengths, parents)
+    carried = tables(host.tolist(), parents)
+    made = torch.Generator().manual_seed(2)
+    hidden = torch.randn(1, CHANNELS, sum(lengths), generator=made, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(CHANNELS, WIDTH, generator=made, dtype=torch.float64, requires_grad=True)
+    ends = [
+        (
+            recurrence(*(one[:, path] for one in given))[:, -length:],
+            F.conv1d(F.pad(hidden[..., path], (WIDTH - 1, 0)), weight[:, None], groups=CHANNELS)[..., -length:],
+        )
+        for path, length in zip(paths, lengths, strict=True)
+    ]
+    alone = torch.cat([one for one, _ in ends], 1), torch.cat([one for _, one in ends], 2)
+    shared = lengths_as(host) | {"packed_parents_host": carried.parents_host, "packed_calls": carried.calls}
+    out, _ = rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, **shared)
+    found = out, convolution(hidden, weight, packed_cu_seqlens=host, packed_tails=carried.tails)
+    trained = [*given, hidden, weight]
+    gradients = []
+    for outs in (found, alone):
+        again = torch.Generator().manual_seed(3)
+        sums = [(one * torch.randn(one.shape, generator=again, dtype=torch.float64)).sum() for one in outs]
+        gradients.append(torch.autograd.grad(sums[0] + sums[1], trained))
+    for one, other in zip((*found, *gradients[0]), (*alone, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_sample_that_is_not_finite_leaves_others_as_they_are(functions, culprit: int) -> None:
     """Nothing of a sample is in another's output or gradient, not even times zero."""
@@ -179,9 +211,9 @@ def test_every_layer_of_a_forward_has_the_same_chunks(functions, monkeypatch) ->
     _, rule = functions
     made = []
 
-    def counted(cu_seqlens: np.ndarray, device: torch.device) -> Chunks:
+    def counted(cu_seqlens: np.ndarray, *others: Any) -> Chunks:
         made.append(cu_seqlens)
-        return make_chunks(cu_seqlens, device)
+        return make_chunks(cu_seqlens, *others)
 
     monkeypatch.setattr(sample_chunks, "make_chunks", counted)
     host, given = lengths_of([5, 6]), inputs(11)

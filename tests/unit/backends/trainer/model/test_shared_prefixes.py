@@ -101,6 +101,13 @@ def test_what_would_save_little_is_computed_whole() -> None:
     assert found([*beginnings, beginnings[0]]).saved > 0
 
 
+def test_where_states_are_carried_each_segment_saves_a_chunk() -> None:
+    for length, is_shared in ((60, False), (80, True)):
+        group = [np.concatenate([text(length, 0), text(1, seed)]) for seed in range(1, 21)]
+        assert found(group).saved > 0
+        assert (Prefixes(group, saved_per_segment=64).trie(range(len(group))).saved > 0) == is_shared
+
+
 def test_groups_of_one_short_common_beginning_share_their_own_prompts_alone() -> None:
     system = text(20, 0)
     prompts = [np.concatenate([system, text(600, seed)]) for seed in (1, 2)]

@@ -17,6 +17,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_nemotron_h
 from tests.trainers import LORA, logprobs, reference_logprobs, trainer
+from tests.tries import STATES, paths_of
 from tinker_server.backends.families.nemotron_h import unlimit_time_steps
 from tinker_server.backends.trainer.model.attention import varlen_arguments
 from tinker_server.backends.trainer.model.linear_attention import pack_linear_attention
@@ -93,11 +94,11 @@ def recurrence(hidden: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: T
     return torch.stack(outputs)[None]
 
 
-def packed(scan: Scan, given: list[Tensor], host: Tensor) -> Tensor:
+def packed(scan: Scan, given: list[Tensor], host: Tensor, parents: Tensor | None = None) -> Tensor:
     hidden, dt, a, b, c, d, bias = given
     return scan(
         hidden, dt, a, b, c, D=d, dt_bias=bias, chunk_size=16, dt_softplus=True, dt_limit=(0.0, torch.inf),
-        packed_cu_seqlens_host=host,
+        packed_cu_seqlens_host=host, packed_parents_host=parents,
     )  # fmt: skip
 
 
@@ -117,6 +118,24 @@ def test_each_sample_has_a_state_of_its_own(scan: Scan, lengths: list[int]) -> N
     host, given = lengths_of(lengths), inputs(sum(lengths))
     alone, found = one_by_one(given, host), packed(scan, given, host)
     assert found.dtype == torch.float64
+    torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
+    weight = torch.randn(alone.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = torch.autograd.grad((alone * weight).sum(), given)
+    for one, other in zip(torch.autograd.grad((found * weight).sum(), given), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(("lengths", "parents"), STATES, ids=str)
+def test_a_segment_begins_with_the_last_state_of_the_segment_before_it(
+    scan: Scan, lengths: list[int], parents: list[int]
+) -> None:
+    host, given = lengths_of(lengths), inputs(sum(lengths))
+    hidden, dt, a, b, c, d, bias = given
+    ends = [
+        recurrence(hidden[:, path], dt[:, path], a, b[:, path], c[:, path], d, bias)[:, -length:]
+        for path, length in zip(paths_of(lengths, parents), lengths, strict=True)
+    ]
+    alone, found = torch.cat(ends, 1), packed(scan, given, host, torch.tensor(parents))
     torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
     weight = torch.randn(alone.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad((alone * weight).sum(), given)
