@@ -19,6 +19,7 @@ from tinker_server.accounts import HOUR_S, RECORDS_BYTES
 from tinker_server.auth import keys
 from tinker_server.operations.housekeeping import ARCHIVE_KEPT_S
 from tinker_server.store import disk_account, holdings
+from tinker_server.store.client_metrics import VALUE_BYTES
 from tinker_server.store.futures import fetched
 
 
@@ -131,6 +132,25 @@ def test_snapshots_are_never_refused_and_count(bob: dict[str, str], server: Runn
 def bob(tmp_path: Path) -> dict[str, str]:
     """Headers of another owner, whose key is there when the server starts."""
     return {"x-api-key": keys.add(tmp_path / "keys", "bob")}
+
+
+def test_reported_metrics_fill_an_owners_part_which_then_takes_neither_metrics_nor_samples(
+    bob: dict[str, str], server: Running, full_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"/training_runs/{server.model()}/metrics"
+    metrics = {f"m{number}": 1.0 for number in range(500)}
+    posts = (server.http.post(path, json={"step": step, "metrics": metrics}) for step in range(100))
+    num_taken, refused = next((step, answer) for step, answer in enumerate(posts) if answer.status_code != 204)
+    assert refused.status_code == 429 and "metrics and samples of alice would take" in refused.json()["detail"]
+    assert num_taken * 500 * VALUE_BYTES == pytest.approx(9 << 20, rel=0.15), "nine tenths, and a tenth is free"
+    monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=1 << 16))
+    assert server.http.post(path, json={"step": 100, "metrics": metrics}).status_code == 429, (
+        "the disk is measured anew"
+    )
+    asked = {"base_model": "tiny", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}}
+    asked |= {"sampling_params": {"max_tokens": 1}, "num_samples": 1}
+    assert server.post("/asample", **asked).status_code == 429
+    assert server.http.post("/asample", json=asked, headers=bob).status_code == 200
 
 
 def test_an_archive_that_another_owner_asked_for_is_held_for_an_hour(

@@ -23,10 +23,6 @@ HUGE = 1e300
 answers an overflow with an error or with infinity."""
 VALUE_BYTES = 400
 """Bytes of the database for a value, with its key in the indexes: 40,000 took 15 MiB."""
-COUNTED_FOR_S = 3600.0
-"""An owner's values are counted again after this time: old values are deleted meanwhile."""
-VALUE_BYTES = 400
-"""Bytes of the database for a value, with its keys in the indexes: 40,000 took 15 MiB."""
 RUNS_COUNTED = 1000
 """Runs whose names and number of values are kept in memory."""
 _OF = METRICS.c
