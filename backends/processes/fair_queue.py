@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -24,12 +24,15 @@ class _Queue:
 class FairQueue:
     """Grants `capacity` units of something to whoever was served longest ago: first among owners, then among keys.
 
-    A flood of an owner delays another's request by no more than one grant, and the same holds between keys.
+    A flood of an owner delays another's request by no more than one grant, and the same holds between keys. What waits
+    for its own owner's grants delays nobody.
     """
 
     def __init__(self, capacity: int = 1) -> None:
         self._capacity = capacity
         self._free = capacity
+        self._held: Counter[str] = Counter()
+        """Units that an owner holds."""
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._served: dict[tuple[str, ...], int] = {}
         """Number of the latest grant of an owner, and of an owner's key."""
@@ -49,6 +52,7 @@ class FairQueue:
             nonlocal size
             released, size = max(0, size - enough), min(size, enough)
             self._free += released
+            self._held[owner] -= released
             if self._queues:
                 self._admit()
 
@@ -59,7 +63,7 @@ class FairQueue:
         try:
             yield shrink
         finally:
-            self._release(size)
+            self._release(owner, size)
 
     @contextmanager
     def prioritize(self, owner: str, key: str) -> Iterator[None]:
@@ -70,7 +74,7 @@ class FairQueue:
             yield
         finally:
             self._prioritized.discard((owner, key))
-            self._release(0)
+            self._release(owner, 0)
 
     @property
     def idle_s(self) -> float:
@@ -94,14 +98,17 @@ class FairQueue:
             await granted
         except BaseException:
             if granted.done() and not granted.cancelled():
-                self._release(size)
+                self._release(owner, size)
             else:
                 self._leave(queue, granted)
                 self._admit()
             raise
 
-    def _release(self, size: int) -> None:
+    def _release(self, owner: str, size: int) -> None:
         self._free += size
+        self._held[owner] -= size
+        if not self._held[owner]:
+            del self._held[owner]
         self._ended_s = time.monotonic()
         if self._queues:
             self._admit()
@@ -114,12 +121,9 @@ class FairQueue:
             self._remove_if_empty(queue)
 
     def _admit(self) -> None:
-        """Grant while there is room for the next request; smaller requests do not overtake a large request."""
+        """Grant while there is room for the next request."""
         while (queue := self._next()) is not None:
-            granted, size = queue.waiting[0]
-            if size > self._free:
-                return
-            queue.waiting.popleft()
+            granted, size = queue.waiting.popleft()
             self._remove_if_empty(queue)
             if granted.cancelled():
                 continue
@@ -127,10 +131,19 @@ class FairQueue:
             granted.set_result(None)
 
     def _next(self) -> _Queue | None:
+        """Return whose request is granted next; None if there is no room for it. Smaller requests do not overtake a
+        large one, unless its owner waits for what itself holds."""
         queues = list(self._queues.values())
         if self._prioritized:
             queues = [queue for queue in queues if (queue.owner, queue.key) in self._prioritized]
-        return min(queues, key=lambda queue: self.priority(queue.owner, queue.key), default=None)
+        while queues:
+            first = min(queues, key=lambda queue: self.priority(queue.owner, queue.key))
+            if first.waiting[0][1] <= self._free:
+                return first
+            if not self._held[first.owner]:
+                break
+            queues = [queue for queue in queues if queue.owner != first.owner]
+        return None
 
     def _remove_if_empty(self, queue: _Queue) -> None:
         if not queue.waiting:
@@ -138,6 +151,7 @@ class FairQueue:
 
     def _take(self, owner: str, key: str, size: int) -> None:
         self._free -= size
+        self._held[owner] += size
         number = next(self._count)
         for name in ((owner,), (owner, key)):
             self._served.pop(name, None)  # so that the oldest come first

@@ -118,6 +118,28 @@ async def test_a_small_request_waits_behind_a_large_one_though_there_is_room_for
     await asyncio.gather(*waiting)
 
 
+async def test_a_request_that_waits_for_what_its_owner_holds_delays_no_other_owner() -> None:
+    queue, granted = FairQueue(4), list[str]()
+
+    async def work(owner: str, size: int) -> None:
+        async with queue.grant(owner, "0", size):
+            granted.append(owner)
+            await asyncio.sleep(0)
+
+    async with queue.grant("large", "0", 3):
+        waiting = [asyncio.create_task(work("large", size)) for size in (3, 1)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            for _ in range(3):
+                await work("small", 1)
+        assert granted == ["small"] * 3, "and the owner's own small request waits behind its large one"
+        waiting.append(asyncio.create_task(work("small", 2)))
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiting)
+    assert granted[3] == "large", "once it holds nothing, it is not overtaken"
+
+
 async def test_a_request_that_is_cancelled_at_its_grant_gives_it_back() -> None:
     queue, held = FairQueue(), asyncio.Event()
 
