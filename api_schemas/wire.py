@@ -5,13 +5,14 @@ All packed arrays are little-endian. Results are stored as protobuf; `old_client
 
 from collections.abc import Iterator
 from itertools import groupby, islice
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from tinker_server.api_schemas import protobuf_fields
 from tinker_server.api_schemas import tinker_wire_pb2 as pb
 from tinker_server.api_schemas.base import MAX_TEXT, UNSTORABLE, too_long, unstorable
 from tinker_server.api_schemas.inputs import (
@@ -26,10 +27,24 @@ from tinker_server.api_schemas.inputs import (
     reshape,
     sparse_cells,
 )
+from tinker_server.api_schemas.protobuf_fields import (
+    KEY,
+    LENGTH_DELIMITED,
+    LONG_BYTES,
+    Long,
+    Path,
+    copy_of,
+    encode_varint,
+    key_of,
+    merge,
+    merge_at_once,
+    name_unknown,
+    not_protobuf,
+    read_fields,
+)
 from tinker_server.api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from tinker_server.api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
 
-M = TypeVar("M", bound=Message)
 _DTYPE_OF: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
@@ -50,21 +65,14 @@ MAX_PARTS = 1 << 16
 MAX_DIMENSIONS = 8
 _TEXT_BYTES = 4 * MAX_TEXT
 """Bytes of the longest text."""
-_KEY = 1
-"""Field number of the key in an entry of a map."""
 _ENVELOPE = (1, 2, 6)
 """Field numbers of model_id, seq_id and forward_only."""
 _DATA = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
+_MODEL_INPUT, _LOSS_FN_INPUTS = pb.Datum.MODEL_INPUT_FIELD_NUMBER, pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER
 _REQUEST_FIELDS = frozenset(pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_number)
 _DATUM_FIELDS = frozenset(pb.Datum.DESCRIPTOR.fields_by_number)
-_LENGTH_DELIMITED = 2
-"""Wire type of texts, lists and messages."""
-_LONG_CALL_BYTES = 1 << 20
-"""Bytes that protobuf parses in one call, which holds up every other thread of the process."""
-
-
-class MalformedBody(ValueError):
-    """The body does not match its content type."""
+MalformedBody = protobuf_fields.MalformedBody
+"""The body does not match its content type."""
 
 
 def frame_content_bytes(body: bytes, max_bytes: int) -> int:
@@ -84,12 +92,13 @@ def frame_content_bytes(body: bytes, max_bytes: int) -> int:
 def decompress(body: bytes, max_bytes: int) -> bytes:
     """Decompress one zstd frame. Raises MalformedBody if it is corrupt or its content is larger than `max_bytes`."""
     decompressor = zstandard.ZstdDecompressor().decompressobj()
-    content = bytearray()
+    pieces, num_bytes = list[bytes](), 0
     try:
         # A block of 4 bytes may grow to 128 KiB, so a piece of input grows to 4 MiB at most.
         for start in range(0, len(body), _ZSTD_PIECE_BYTES):
-            content += decompressor.decompress(body[start : start + _ZSTD_PIECE_BYTES])
-            if len(content) > max_bytes:
+            pieces.append(decompressor.decompress(body[start : start + _ZSTD_PIECE_BYTES]))
+            num_bytes += len(pieces[-1])
+            if num_bytes > max_bytes:
                 raise MalformedBody(f"the zstd body grows past {max_bytes} bytes")
             if decompressor.eof:
                 if decompressor.unused_data or start + _ZSTD_PIECE_BYTES < len(body):
@@ -99,38 +108,38 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
         raise MalformedBody(f"the zstd body is corrupt: {error}") from None
     if not decompressor.eof:
         raise MalformedBody("the zstd body is cut short")
-    return bytes(content)
+    return b"".join(pieces)  # during which other threads run
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """Decode and check a ForwardBackwardRequest. Raises MalformedBody, naming datum and field, if bytes and sizes
     disagree, or a bound is exceeded."""
     _require_few_parts(body)
-    message = _parse(body)
+    message, long = _parse(body)
     config = _config(message)
     _require_bounds(message, config)
     return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
         forward_only=message.forward_only,
-        forward_backward_input=_input(message, config),
+        forward_backward_input=_input(message, config, long),
     )
 
 
 def decode_checked(body: bytes) -> ForwardBackwardInput:
     """Decode the input in a body that `decode_forward_backward` has accepted, without checking its bounds again. Raises
     MalformedBody if bytes and sizes disagree."""
-    message = _parse(body)
-    return _input(message, _config(message))
+    message, long = _parse(body)
+    return _input(message, _config(message), long)
 
 
-def _parse(body: bytes) -> pb.ForwardBackwardRequest:
-    message = pb.ForwardBackwardRequest()
+def _parse(body: bytes) -> tuple[pb.ForwardBackwardRequest, Long]:
+    message, long = pb.ForwardBackwardRequest(), Long()
     try:
-        _merge(message, body)
+        merge(message, body, long)
     except DecodeError:
-        raise _not_protobuf() from None
-    return message
+        raise not_protobuf() from None
+    return message, long
 
 
 def _require_bounds(message: pb.ForwardBackwardRequest, config: dict[str, float | str]) -> None:
@@ -165,16 +174,12 @@ def _unknown(message: Message) -> str:
     kind = message.WhichOneof("chunk") if isinstance(message, pb.Chunk) else None
     parts = [message] if kind is None else [message, getattr(message, kind)]
     part = next(part for part in parts if UnknownFieldSet(part))
-    return _not_known(UnknownFieldSet(part)[0].field_number, part)
+    return name_unknown(UnknownFieldSet(part)[0].field_number, part)
 
 
-def _not_known(number: int, message: Message | type[Message]) -> str:
-    return f"field {number} of {message.DESCRIPTOR.name} is not known here"
-
-
-def _input(message: pb.ForwardBackwardRequest, config: dict[str, float | str]) -> ForwardBackwardInput:
+def _input(message: pb.ForwardBackwardRequest, config: dict[str, float | str], long: Long) -> ForwardBackwardInput:
     return ForwardBackwardInput.model_construct(
-        data=[_datum(index, datum) for index, datum in enumerate(message.data)],
+        data=[_datum(index, datum, long) for index, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
         loss_fn_config=config or None,
     )
@@ -187,62 +192,47 @@ def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     } or dict(message.loss_fn_config)
 
 
-def _merge(message: Message, body: bytes | memoryview) -> None:
-    """Parse a body in pieces of whole fields, which make the same message as a single call. Raises DecodeError."""
-    if len(body) <= _LONG_CALL_BYTES:
-        _merge_at_once(message, body)
-        return
-    for field in _fields(body):
-        if field.number == _DATA and isinstance(message, pb.ForwardBackwardRequest) and field.content is not None:
-            _merge(message.data.add(), field.content)
-        else:
-            _merge_at_once(message, field.encoded)
-
-
-def _merge_at_once(message: M, body: bytes | memoryview) -> M:
-    """Parse a body in one call, and return its message. A view is not copied; only the types speak of bytes."""
-    message.MergeFromString(cast(bytes, body))
-    return message
-
-
-def canonical(body: bytes) -> Iterator[bytes]:
+def canonical(body: bytes) -> Iterator[bytes | memoryview]:
     """Encode a valid ForwardBackwardRequest in protobuf's deterministic form, so that equal messages have equal bytes.
 
     The form comes in pieces, since one call on all of it would hold up every other thread. Names of tensors are in the
-    order of their bytes.
+    order of their bytes. Long chunks and tensors are as they came: only maps come in any order.
     """
     first, last = pb.ForwardBackwardRequest(), pb.ForwardBackwardRequest()
     data: list[memoryview] = []
-    for field in _fields(body):
+    for field in read_fields(body):
         if field.number == _DATA and field.content is not None:
             data.append(field.content)
         else:
-            _merge_at_once(first if field.number < _DATA else last, field.encoded)
+            merge_at_once(first if field.number < _DATA else last, field.encoded)
     yield first.SerializeToString(deterministic=True)
     for content in data:
         pieces = _canonical_datum(content)
-        yield bytes([_DATA << 3 | _LENGTH_DELIMITED]) + _encode_varint(sum(map(len, pieces)))
+        yield bytes([_DATA << 3 | LENGTH_DELIMITED]) + encode_varint(sum(map(len, pieces)))
         yield from pieces
     yield last.SerializeToString(deterministic=True)
 
 
-def _canonical_datum(content: memoryview) -> list[bytes]:
+def _canonical_datum(content: memoryview) -> list[bytes | memoryview]:
     """Return the pieces of a datum: its chunks, its tensors by name, and the rest."""
-    if len(content) <= _LONG_CALL_BYTES:
-        return [_merge_at_once(pb.Datum(), content).SerializeToString(deterministic=True)]
-    chunks: list[bytes] = []
-    tensors: dict[bytes, bytes] = {}
+    if len(content) <= LONG_BYTES:
+        return [merge_at_once(pb.Datum(), content).SerializeToString(deterministic=True)]
+    chunks: list[bytes | memoryview] = []
+    tensors: dict[str, bytes | memoryview] = {}
     rest = pb.Datum()
-    for field in _fields(content):
-        alone = _merge_at_once(pb.Datum(), field.encoded)
-        if alone.model_input:
-            chunks.append(alone.SerializeToString(deterministic=True))
-        elif alone.loss_fn_inputs:
-            (name,) = alone.loss_fn_inputs
-            tensors[name.encode()] = alone.SerializeToString(deterministic=True)
+    for field in read_fields(content):
+        if field.number not in (_MODEL_INPUT, _LOSS_FN_INPUTS):
+            merge_at_once(rest, field.encoded)
+            continue
+        own: bytes | memoryview = field.encoded
+        if len(own) <= LONG_BYTES:
+            own = merge_at_once(pb.Datum(), own).SerializeToString(deterministic=True)
+        if field.number == _MODEL_INPUT:
+            chunks.append(own)
         else:
-            _merge_at_once(rest, field.encoded)
-    return [*chunks, *(tensors[name] for name in sorted(tensors)), rest.SerializeToString(deterministic=True)]
+            tensors[key_of(field)] = own
+    in_order = [tensors[name] for name in sorted(tensors, key=str.encode)]
+    return [*chunks, *in_order, rest.SerializeToString(deterministic=True)]
 
 
 class Envelope(NamedTuple):
@@ -257,7 +247,7 @@ def envelope_of(body: bytes) -> Envelope | None:
     """Read the envelope of a body that decode_forward_backward refused; None if it has none."""
     found: dict[int, int | memoryview] = {}
     try:
-        for field in islice(_fields(body), MAX_PARTS):
+        for field in islice(read_fields(body), MAX_PARTS):
             if field.number in _ENVELOPE and field.value is not None:
                 found[field.number] = field.value
         model_id, seq_id, forward_only = (found.get(field, 0) for field in _ENVELOPE)
@@ -275,18 +265,18 @@ def _require_few_parts(body: bytes) -> None:
     Raises MalformedBody.
     """
     num_parts = 0
-    for field in _fields(body):
+    for field in read_fields(body):
         num_parts += 1
         if field.number not in _REQUEST_FIELDS:
-            raise MalformedBody(_not_known(field.number, pb.ForwardBackwardRequest))
+            raise MalformedBody(name_unknown(field.number, pb.ForwardBackwardRequest))
         if field.number == _DATA and field.content is not None:
-            for part in _fields(field.content):
+            for part in read_fields(field.content):
                 num_parts += 1
                 if num_parts > MAX_PARTS:
                     break
                 if part.number not in _DATUM_FIELDS:
-                    raise MalformedBody(f"data: {_not_known(part.number, pb.Datum)}")
-                if part.number == pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER and part.content is not None:
+                    raise MalformedBody(f"data: {name_unknown(part.number, pb.Datum)}")
+                if part.number == _LOSS_FN_INPUTS and part.content is not None:
                     _require_short_name(part.content)
         elif field.content is not None and len(field.content) > _TEXT_BYTES:
             raise MalformedBody(
@@ -300,78 +290,22 @@ def _require_short_name(entry: memoryview) -> None:
     """Bound the name of a tensor before it is parsed, which is one long call. Raises MalformedBody."""
     if len(entry) <= _TEXT_BYTES:
         return
-    for field in _fields(entry):
-        if field.number == _KEY and field.content is not None and len(field.content) > _TEXT_BYTES:
+    for field in read_fields(entry):
+        if field.number == KEY and field.content is not None and len(field.content) > _TEXT_BYTES:
             size_bytes = len(field.content)
             raise MalformedBody(f"a name in loss_fn_inputs has {size_bytes} bytes; at most {_TEXT_BYTES} are allowed")
 
 
-class _Field(NamedTuple):
-    """A field of a protobuf message, whose content is not parsed."""
-
-    number: int
-    encoded: memoryview
-    """All of its bytes, number and size included."""
-    value: int | memoryview | None
-    """The number of a varint, the content of a text, list or message; None for a fixed number."""
-
-    @property
-    def content(self) -> memoryview | None:
-        return self.value if isinstance(self.value, memoryview) else None
-
-
-def _fields(message: bytes | memoryview) -> Iterator[_Field]:
-    """Yield the fields of a protobuf message without parsing their content. Raises MalformedBody."""
-    view, end = memoryview(message), 0
-    while end < len(view):
-        start = end
-        tag, end = _varint(view, start)
-        value: int | memoryview | None = None
-        match tag & 7:
-            case 0:
-                value, end = _varint(view, end)
-            case 2:
-                size, at = _varint(view, end)
-                end = at + size
-                value = view[at:end]
-            case 1 | 5 as kind:
-                end += 8 if kind == 1 else 4
-            case _:
-                raise _not_protobuf()
-        if end > len(view):
-            raise _not_protobuf()
-        yield _Field(tag >> 3, view[start:end], value)
-
-
-def _varint(view: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 70 and at < len(view):
-        byte = view[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
-    raise _not_protobuf()
-
-
-def _encode_varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value >= 128:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
-def _not_protobuf() -> MalformedBody:
-    return MalformedBody("the body is not a protobuf ForwardBackwardRequest")
-
-
-def _datum(index: int, message: pb.Datum) -> Datum:
+def _datum(index: int, message: pb.Datum, long: Long) -> Datum:
+    chunks, inputs = ("data", index, "model_input"), ("data", index, "loss_fn_inputs")
     try:
         return Datum.model_construct(
-            model_input=ModelInput.model_construct(chunks=[_chunk(chunk) for chunk in message.model_input]),
-            loss_fn_inputs={name: _tensor(name, tensor) for name, tensor in message.loss_fn_inputs.items()},
+            model_input=ModelInput.model_construct(
+                chunks=[_chunk(chunk, long, (*chunks, at)) for at, chunk in enumerate(message.model_input)]
+            ),
+            loss_fn_inputs={
+                name: _tensor(name, tensor, long, (*inputs, name)) for name, tensor in message.loss_fn_inputs.items()
+            },
             model_input_spans=[*map(_run, message.model_input_spans)],
         )
     except ValueError as error:
@@ -392,11 +326,12 @@ def _run(message: pb.ProvenanceSpan) -> TokenRun:
     return TokenRun.model_construct(part=part, sequence_id=run.sequence_id, offset=run.offset, length=run.length)
 
 
-def _chunk(message: pb.Chunk) -> EncodedTextChunk | ImageChunk | DmelChunk:
+def _chunk(message: pb.Chunk, long: Long, path: Path) -> EncodedTextChunk | ImageChunk | DmelChunk:
     match message.WhichOneof("chunk"):
         case "encoded_text":
+            tokens = long.get((*path, "encoded_text", "tokens"), message.encoded_text.tokens)
             return EncodedTextChunk.model_construct(
-                type="encoded_text", tokens=_array(message.encoded_text.tokens, np.dtype("<i4"), "tokens")
+                type="encoded_text", tokens=_array(tokens, np.dtype("<i4"), "tokens")
             )
         case "image":
             image = message.image
@@ -405,22 +340,29 @@ def _chunk(message: pb.Chunk) -> EncodedTextChunk | ImageChunk | DmelChunk:
             if image.format not in ("png", "jpeg"):
                 raise ValueError("image: format must be png or jpeg")
             expected = image.expected_tokens if image.HasField("expected_tokens") else None
+            data = long.get((*path, "image", "data"))
             return ImageChunk.model_construct(
-                type="image", data=image.data, format=image.format, expected_tokens=expected
+                type="image",
+                data=image.data if data is None else copy_of(data),
+                format=image.format,
+                expected_tokens=expected,
             )
         case "dmel":
-            return DmelChunk.model_construct(type="dmel", dmel=message.dmel.dmel)
+            dmel = long.get((*path, "dmel", "dmel"))
+            return DmelChunk.model_construct(type="dmel", dmel=message.dmel.dmel if dmel is None else copy_of(dmel))
         case _:
             raise ValueError("model_input: a chunk holds nothing this server knows")
 
 
-def _array(data: bytes, dtype: np.dtype[np.generic], what: str) -> np.ndarray:
+def _array(data: bytes | memoryview, dtype: np.dtype[np.generic], what: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise ValueError(f"{what}: {len(data)} bytes are no whole number of {dtype.name}")
+    if isinstance(data, memoryview):  # it may begin anywhere; numpy lets other threads run while it copies
+        return np.frombuffer(data, dtype=np.uint8).copy().view(dtype)
     return np.frombuffer(data, dtype=dtype)
 
 
-def _tensor(name: str, message: pb.Tensor) -> np.ndarray:
+def _tensor(name: str, message: pb.Tensor, long: Long, path: Path) -> np.ndarray:
     dtype = _DTYPE_OF.get(message.dtype)
     if dtype is None:
         raise ValueError(f"{name}: dtype must be float32, int64 or int32")
@@ -431,15 +373,15 @@ def _tensor(name: str, message: pb.Tensor) -> np.ndarray:
         raise ValueError(f"{name}: shape {shape} has a negative size")
     try:
         if message.WhichOneof("encoding") == "sparse_csr":
-            csr = message.sparse_csr
+            csr, at = message.sparse_csr, (*path, "sparse_csr")
             index = np.dtype("<i8")
             return dense_from_csr(
-                _array(csr.values, dtype, "values"),
-                _array(csr.crow_indices, index, "crow_indices"),
-                _array(csr.col_indices, index, "col_indices"),
+                _array(long.get((*at, "values"), csr.values), dtype, "values"),
+                _array(long.get((*at, "crow_indices"), csr.crow_indices), index, "crow_indices"),
+                _array(long.get((*at, "col_indices"), csr.col_indices), index, "col_indices"),
                 shape,
             )
-        return reshape(_array(message.dense, dtype, "data"), shape)
+        return reshape(_array(long.get((*path, "dense"), message.dense), dtype, "data"), shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -78,6 +78,19 @@ def datum(length: int, num_tensors: int = 2) -> pb.Datum:
     )
 
 
+def long_text() -> pb.Datum:
+    return pb.Datum(model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=bytes(200 * MIB)))])
+
+
+def long_tensor() -> pb.Datum:
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[50 * MIB], dense=bytes(200 * MIB))
+    return pb.Datum(loss_fn_inputs={"weights": tensor})
+
+
+def long_image() -> pb.Datum:
+    return pb.Datum(model_input=[pb.Chunk(image=pb.ImageChunk(data=photo(64, 64) + bytes(100 * MIB), format="png"))])
+
+
 def bomb() -> pb.Datum:
     """Cells without end in a few bytes."""
     csr = pb.SparseCsr(crow_indices=bytes(16))
@@ -189,6 +202,15 @@ def batches() -> Bodies:
         "1 KiB of datums": ("forward_backward", PROTOBUF, batch(*[pb.Datum()] * 490), ""),
         "1024 datums": ("forward_backward", PROTOBUF, batch(*[datum(16, 3)] * 1024), ""),
         "2 million empty datums": ("forward_backward", PROTOBUF, b"\x1a\x00" * 2_000_000, ""),
+        "a text of 200 MiB": ("forward_backward", PROTOBUF, batch(long_text()), ""),
+        "a tensor of 200 MiB": ("forward_backward", PROTOBUF, batch(long_tensor()), ""),
+        "an image of 100 MiB": ("forward_backward", PROTOBUF, batch(long_image()), ""),
+        "a text of 200 MiB in zstd": (
+            "forward_backward",
+            PROTOBUF,
+            zstandard.compress(batch(long_text())),
+            "Content-Encoding: zstd",
+        ),
         "a zstd bomb": (
             "forward_backward",
             PROTOBUF,

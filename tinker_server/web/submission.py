@@ -168,8 +168,8 @@ def image_places(body: bytes, content_type: str, request: ForwardBackwardRequest
             if not isinstance(chunk, ImageChunk) or len(chunk.data) < SMALLEST_IMAGE_BYTES:
                 continue
             data = chunk.data if content_type == wire.PROTOBUF else base64.b64encode(chunk.data)
-            start = body.find(data, at)
-            if start < 0:
+            start = body.find(data[:SMALLEST_IMAGE_BYTES], at)  # a search for all of it would hold up other threads
+            if start < 0 or not body.startswith(data, start):
                 return tuple(places)
             at = start + len(data)
             places.append(ImagePlace(start, len(data), hashlib.sha256(data).hexdigest()))

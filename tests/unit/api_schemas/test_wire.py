@@ -11,7 +11,8 @@ from tests.factories import as_image, as_text, photo
 from tinker_server.api_schemas import tinker_wire_pb2 as pb
 from tinker_server.api_schemas import wire
 from tinker_server.api_schemas.base import MAX_TEXT
-from tinker_server.api_schemas.inputs import TensorData
+from tinker_server.api_schemas.inputs import ImageChunk, TensorData
+from tinker_server.api_schemas.protobuf_fields import encode_varint
 from tinker_server.api_schemas.sampling import SampleRequest
 from tinker_server.api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest
 
@@ -136,11 +137,81 @@ def test_the_canonical_form_does_not_depend_on_the_order_in_which_a_map_came():
     forms = set()
     for contents in ([replaced, *entries], entries[::-1]):
         content = b"".join(contents)
-        body = bytes([3 << 3 | 2]) + wire._encode_varint(len(content)) + content
+        body = bytes([3 << 3 | 2]) + encode_varint(len(content)) + content
         forms.add(b"".join(wire.canonical(body)))
         assert len(wire.decode_forward_backward(body).forward_backward_input.data[0].loss_fn_inputs["b"]) == 200_000
     (form,) = forms
     assert pb.ForwardBackwardRequest.FromString(form).data[0] == pb.Datum(loss_fn_inputs=datum.loss_fn_inputs)
+
+
+LONG = np.arange(1 << 18, dtype="<i8")
+"""Two megabytes."""
+
+
+@pytest.mark.parametrize("model_id", ["m", "mm", "mmm", "mmmm"])
+def test_long_byte_strings_are_read_wherever_they_begin(model_id: str) -> None:
+    photograph = photo(64, 64) + bytes(3 << 20)
+    rows = np.arange(0, len(LONG) + 1, 1024, dtype="<i8").tobytes()
+    sparse = pb.SparseCsr(values=LONG.tobytes(), crow_indices=rows, col_indices=(LONG % 1024).tobytes())
+    shape = [256, 1024]
+    datum = pb.Datum(
+        model_input=[
+            pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=LONG.astype("<i4").tobytes() * 2)),
+            pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=LONG[:3].astype("<i4").tobytes())),
+            pb.Chunk(image=pb.ImageChunk(data=photograph, format="png", expected_tokens=4)),
+        ],
+        loss_fn_inputs={
+            "dense": pb.Tensor(dense=LONG.tobytes(), dtype=pb.DTYPE_INT64, shape=shape),
+            "sparse": pb.Tensor(sparse_csr=sparse, dtype=pb.DTYPE_INT64, shape=shape),
+            "short": pb.Tensor(dense=LONG[:4].tobytes(), dtype=pb.DTYPE_INT64, shape=[4]),
+        },
+    )
+    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=3, data=[pb.Datum(), datum], loss_fn="ppo")
+    body = message.SerializeToString()
+    for found in (wire.decode_forward_backward(body).forward_backward_input, wire.decode_checked(body)):
+        assert found.data[0].model_input.chunks == []
+        long, short, image = found.data[1].model_input.chunks
+        assert as_text(long).tokens.tolist() == LONG.tolist() * 2 and as_text(long).tokens.flags.aligned
+        assert as_text(short).tokens.tolist() == [0, 1, 2]
+        assert as_image(image) == ImageChunk(data=photograph, format="png", expected_tokens=4)
+        inputs = found.data[1].loss_fn_inputs
+        assert inputs["dense"].tolist() == inputs["sparse"].tolist() == LONG.reshape(shape).tolist()
+        assert inputs["dense"].flags.aligned and inputs["short"].tolist() == [0, 1, 2, 3]
+    assert b"".join(wire.canonical(body)) == message.SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("sizes", [(len(LONG), 3), (3, len(LONG)), (len(LONG) - 1, len(LONG))])
+def test_of_two_tensors_of_one_name_the_later_counts_however_long(sizes: tuple[int, int]) -> None:
+    content = b"".join(
+        pb.Datum(
+            model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=LONG.tobytes()))],
+            loss_fn_inputs={"a": pb.Tensor(dense=LONG[:size].tobytes(), dtype=pb.DTYPE_INT64, shape=[size])},
+        ).SerializeToString()
+        for size in sizes
+    )
+    body = bytes([3 << 3 | 2]) + encode_varint(len(content)) + content
+    datum = wire.decode_forward_backward(body).forward_backward_input.data[0]
+    assert len(datum.model_input.chunks) == 2
+    assert datum.loss_fn_inputs["a"].tolist() == LONG[: sizes[1]].tolist()
+
+
+def field_of(number: int, content: bytes) -> bytes:
+    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (field_of(7, LONG.tobytes()), "model_input.0: field 7 of Chunk is not known here"),
+        (field_of(2, field_of(9, LONG.tobytes())), "field 9 of ImageChunk is not known here"),
+        (field_of(2, field_of(2, LONG.tobytes())), r"image\.format has 2097152 bytes; at most 1048576 are allowed"),
+        (field_of(1, b"\x38\x01" * (1 << 20)), "encoded_text has more than 64 fields and 1048576 bytes"),
+        (field_of(1, field_of(1, LONG.tobytes()) + b"\x38\x01"), "field 7 of EncodedTextChunk is not known here"),
+    ],
+)
+def test_what_is_long_and_no_byte_string_is_refused_by_name(chunk: bytes, message: str) -> None:
+    with pytest.raises(wire.MalformedBody, match=message):
+        wire.decode_forward_backward(field_of(3, field_of(1, chunk)))
 
 
 @pytest.mark.parametrize(
