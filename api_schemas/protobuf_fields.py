@@ -1,7 +1,7 @@
-"""Protobuf messages that are read by their fields, so that no call is long: one holds up every other thread.
+"""Protobuf messages that are read by their fields, so that no call is long, which would hold up all other threads.
 
-Protobuf parses a message in one call, and copies each byte string when it parses it and again when it is read. So a
-long message is parsed field by field, and its long byte strings stay views of the body.
+Protobuf parses a message in a single call, and copies each byte string when it parses it and again when it is read. So
+a long message is parsed field by field, and its long byte strings stay views of the body.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
 LONG_BYTES = 1 << 20
-"""Bytes that protobuf parses in one call."""
+"""Bytes that protobuf parses at once."""
 KEY, VALUE = 1, 2
 """Field numbers of an entry of a map."""
 LENGTH_DELIMITED = 2
@@ -94,7 +94,7 @@ def _merge_long(message: Message, known: FieldDescriptor | None, field: Field, l
 
 
 def _merge_entry(message: Message, known: FieldDescriptor, field: Field, long: Long, path: Path) -> None:
-    """Parse an entry of a map, which replaces an earlier one of its key."""
+    """Parse an entry of a map, which replaces an earlier entry of its key."""
     at = (*path, known.name, key_of(field))
     for replaced in [other for other in long if other[: len(at)] == at]:
         del long[replaced]

@@ -132,7 +132,7 @@ class FairQueue:
 
     def _next(self) -> _Queue | None:
         """Return whose request is granted next; None if there is no room for it. Smaller requests do not overtake a
-        large one, unless its owner waits for what itself holds."""
+        larger request, unless its owner waits for what itself holds."""
         queues = list(self._queues.values())
         if self._prioritized:
             queues = [queue for queue in queues if (queue.owner, queue.key) in self._prioritized]
