@@ -102,6 +102,11 @@ class Owner:
             self._result(self.server.http.post("/forward_backward", content=body, headers=headers))
             self.post("/optim_step", model_id=run_id, seq_id=3 * step + 3, adam_params={"learning_rate": 0.25})
 
+    def train_on(self, body: bytes) -> None:
+        """On a batch, without a step."""
+        headers = {**PROTOBUF, "x-api-key": self.key}
+        self._result(self.server.http.post("/forward_backward", content=body, headers=headers))
+
     def report(self, run_id: str, step: int, **metrics: float) -> httpx.Response:
         """Metrics of the client's own."""
         body = {"step": step, "metrics": metrics}

@@ -141,6 +141,27 @@ def forward_backward_body(
     return pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[one], loss_fn=loss_fn).SerializeToString()
 
 
+def policy_body(model_id: str, seq_id: int, prompt: list[int], answers: list[tuple[list[int], float]]) -> bytes:
+    """A batch of reinforcement learning: a prompt, and its answers with their advantages."""
+    data = []
+    for answer, advantage in answers:
+        num_before, num_answer = len(prompt) - 1, len(answer)
+        tensors = {
+            "target_tokens": np.array([0] * num_before + answer, "<i8"),
+            "advantages": np.array([0] * num_before + [advantage] * num_answer, "<f4"),
+            "logprobs": np.array([0] * num_before + [-1] * num_answer, "<f4"),
+        }
+        tokens = np.array(prompt + answer[:-1], "<i4").tobytes()
+        datum = pb.Datum(model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=tokens))])
+        for name, values in tensors.items():
+            dtype = pb.DTYPE_INT64 if values.dtype == "<i8" else pb.DTYPE_FLOAT32
+            tensor = pb.Tensor(dtype=dtype, shape=[len(values)], dense=values.tobytes())
+            datum.loss_fn_inputs[name].CopyFrom(tensor)
+        data.append(datum)
+    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=data, loss_fn="importance_sampling")
+    return request.SerializeToString()
+
+
 def session_of(training: "tinker.TrainingClient") -> str:
     return training.model_id.partition(":train:")[0]
 

@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 OURS = f"{ROOT / 'tinker_server'}/"
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 """Newer Pythons have some of them inline."""
-BACKGROUND = {"housekeeping", "recording the machine's load", "restoring lost models"}
+BACKGROUND = {"housekeeping", "keeping datums of a step", "recording the machine's load", "restoring lost models"}
 """Tasks that work for no operation."""
 STAGES = {
     "bytes -> handler": ("BoundedHttp.data_received",),

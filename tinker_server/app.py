@@ -25,8 +25,9 @@ from tinker_server.models.intake import Intake
 from tinker_server.models.model import ModelStores, SnapshotLimits, Snapshots
 from tinker_server.models.replay import LogReplay
 from tinker_server.models.scheduler import Scheduler
+from tinker_server.observability.batch_records import BatchRecords
+from tinker_server.observability.gallery import Gallery
 from tinker_server.observability.metrics import Metrics
-from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
 from tinker_server.observability.weight_steps import WeightSteps
@@ -230,7 +231,9 @@ def build_services(
     left = LeftOperations(futures)
     runner = Runner(weights, futures, left, observers)
     observers.accepted.append(measured.accepted)
-    observers.succeeded.extend([Recording(steps).on_success, measured.on_success, usage.on_success, gallery.on_success])
+    batches = BatchRecords(gallery.put, is_wanted=gallery.per_owner > 0)
+    observers.succeeded.extend([Recording(steps).on_success, measured.on_success, usage.on_success])
+    observers.succeeded.extend([gallery.on_success, batches.on_success])
     observers.ended.extend([measured.ended, left.release])
     if tracing is not None:
         tracing.observe(observers)
@@ -239,7 +242,7 @@ def build_services(
     scheduler = Scheduler(model_stores, intake)
     key_uses = KeyUses(settings.data_dir, keys)
     swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, uploads, key_uses)
-    stores = Stores(*swept, gallery, sample_files, disk)
+    stores = Stores(*swept, lambda: asyncio.to_thread(sample_files.save, gallery.all()), disk)
     return Services(
         settings=settings,
         keys=keys,
@@ -262,6 +265,7 @@ def build_services(
         metrics=measured,
         gallery=gallery,
         weight_steps=weight_steps,
+        batches=batches,
         sample_files=sample_files,
         sign_ins=SignIns(settings.data_dir, keys),
         tokens=Tokens(settings.data_dir, keys),
@@ -312,6 +316,7 @@ async def working(services: Services) -> AsyncIterator[None]:
             stack.push_async_callback(_save, save)
         services.gallery.restore(await asyncio.to_thread(services.sample_files.load))
         stack.push_async_callback(services.futures.stop)
+        stack.push_async_callback(services.batches.stop)
         stack.push_async_callback(services.drain)
         await services.scheduler.resume(unfinished)
         housekeeping = asyncio.create_task(services.housekeeper.run(), name="housekeeping")

@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     steps_kept_s: float = Field(default=90 * 24 * 3600, ge=60)
     """Seconds for which the recorded steps of runs are kept. The dashboard plots them."""
     samples_shown: int = Field(default=50, ge=0)
-    """Latest samples that the dashboard shows for each owner. 0: none."""
+    """Latest samples that the dashboard shows for each owner. 0: none, and no datums of a run's steps."""
     samples_disk_bytes: int = Field(default=64 << 20, ge=0)
     """Bytes of these samples that are also kept on disk, where they survive a restart. 0: none."""
     cors_origins: list[str] = []

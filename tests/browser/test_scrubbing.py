@@ -11,13 +11,15 @@ from playwright.sync_api import BrowserContext, Locator, Page, expect
 from tests.browser.learning import LearningBackend
 from tests.browser.pages import IMAGE, NARROW, Watched, drawn
 from tests.dashboard import Owner, with_keys
+from tests.fake_server import policy_body
 
 STEPS = 8
+Dora = tuple[Owner, str, str]
 
 
 @pytest.fixture(scope="module")
-def dora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, str]]:
-    """Dora, whose run has two samples about a photograph in each step."""
+def dora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dora]:
+    """Dora, whose first run has two samples about a photograph in each step, and whose second trains on groups."""
     backend = LearningBackend()
     server, (key,) = with_keys(tmp_path_factory.mktemp("scrub"), "dora", backend=backend, samples_shown=4)
     with Owner(server, key) as owner:
@@ -25,13 +27,18 @@ def dora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, str]
         owner.train_and_sample(run_id, range(STEPS), IMAGE, tokens=backend.question)
         for step in range(STEPS):
             owner.report(run_id, step, reward=step / STEPS)
-        yield owner, run_id
+        group_id = owner.new_run()
+        for step in range(3):
+            answers = [(backend.answer[: 8 + 3 * number], number - 1.5 + step / 10) for number in range(4)]
+            owner.train_on(policy_body(group_id, 2 * step + 1, backend.question, answers))
+            owner.post("/optim_step", model_id=group_id, seq_id=2 * step + 2, adam_params={"learning_rate": 0.25})
+        yield owner, run_id, group_id
     server.stop()
 
 
 @pytest.fixture
-def scrubbed(context: BrowserContext, dora: tuple[Owner, str]) -> Iterator[Watched]:
-    owner, _ = dora
+def scrubbed(context: BrowserContext, dora: Dora) -> Iterator[Watched]:
+    owner = dora[0]
     watched = Watched(context, owner.server.url)
     watched.sign_in(owner.key)
     yield watched
@@ -49,7 +56,7 @@ def panel(page: Page) -> Locator:
     return page.get_by_role("complementary", name="The chosen step")
 
 
-def test_dragging_along_a_curve_shows_each_steps_samples_beside_it(scrubbed: Watched, dora: tuple[Owner, str]) -> None:
+def test_dragging_along_a_curve_shows_each_steps_samples_beside_it(scrubbed: Watched, dora: Dora) -> None:
     page = scrubbed.open(f"/runs/{dora[1]}")
     drawn(page)
     expect(panel(page)).to_contain_text(f"Step {STEPS - 1}")
@@ -75,7 +82,7 @@ def test_dragging_along_a_curve_shows_each_steps_samples_beside_it(scrubbed: Wat
     expect(page).to_have_url(re.compile(r"\?step=3$"))
 
 
-def test_the_keyboard_chooses_steps_and_goes_back_to_the_latest(scrubbed: Watched, dora: tuple[Owner, str]) -> None:
+def test_the_keyboard_chooses_steps_and_goes_back_to_the_latest(scrubbed: Watched, dora: Dora) -> None:
     page = scrubbed.open(f"/runs/{dora[1]}?step=5")
     slider = page.get_by_role("slider", name="Step")
     expect(slider).to_have_value("5")
@@ -93,7 +100,7 @@ def test_the_keyboard_chooses_steps_and_goes_back_to_the_latest(scrubbed: Watche
     expect(page).not_to_have_url(re.compile("step="))
 
 
-def test_a_finger_chooses_a_step(scrubbed: Watched, dora: tuple[Owner, str]) -> None:
+def test_a_finger_chooses_a_step(scrubbed: Watched, dora: Dora) -> None:
     page = scrubbed.open(f"/runs/{dora[1]}")
     drawn(page)
     (x, y), (there, _) = place(page, 0.01), place(page, 2 / (STEPS - 1))
@@ -107,7 +114,7 @@ def test_a_finger_chooses_a_step(scrubbed: Watched, dora: tuple[Owner, str]) -> 
     assert over.evaluate("over => getComputedStyle(over).touchAction") == "pan-y"
 
 
-def test_a_step_is_chosen_on_the_axis_of_time_too(scrubbed: Watched, dora: tuple[Owner, str]) -> None:
+def test_a_step_is_chosen_on_the_axis_of_time_too(scrubbed: Watched, dora: Dora) -> None:
     page = scrubbed.open(f"/runs/{dora[1]}")
     drawn(page)
     page.get_by_label("X axis").select_option("time")
@@ -121,7 +128,7 @@ def test_a_step_is_chosen_on_the_axis_of_time_too(scrubbed: Watched, dora: tuple
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_chosen_step_is_whole_in_every_size(
-    scrubbed: Watched, dora: tuple[Owner, str], scheme: Literal["light", "dark"], request: pytest.FixtureRequest
+    scrubbed: Watched, dora: Dora, scheme: Literal["light", "dark"], request: pytest.FixtureRequest
 ) -> None:
     page = scrubbed.page
     page.emulate_media(color_scheme=scheme)
@@ -135,3 +142,35 @@ def test_the_chosen_step_is_whole_in_every_size(
         assert scrubbed.violations() == []
         if folder is not None:
             page.screenshot(path=folder / f"step-{scheme}-{width}.png")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_answers_of_a_prompt_are_in_a_row_by_advantage_with_what_the_step_does_to_their_tokens(
+    scrubbed: Watched, dora: Dora, scheme: Literal["light", "dark"], request: pytest.FixtureRequest
+) -> None:
+    page = scrubbed.page
+    page.emulate_media(color_scheme=scheme)
+    folder: Path | None = request.config.getoption("--pictures")
+    scrubbed.open(f"/runs/{dora[2]}?step=1")
+    answers = page.get_by_role("region", name="Answers of one prompt").get_by_role("article")
+    expect(answers).to_have_count(4)
+    assert [text.split()[1] for text in answers.all_inner_texts()] == ["+1.6", "+0.6", "-0.4", "-1.4"]
+    tops = answers.evaluate_all("all => all.map(one => one.getBoundingClientRect().top)")
+    assert len(set(tops)) == 1
+    assert answers.first.locator(".up").count() > 10 and answers.first.locator(".down").count() == 0
+    assert answers.last.locator(".down").count() > 5 and answers.last.locator(".up").count() == 0
+    slider = page.get_by_role("slider", name="Step")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    expect(answers.first).to_contain_text("+1.7")
+    page.set_viewport_size({"width": 1280, "height": 1400})
+    if folder is not None:
+        page.screenshot(path=folder / f"group-{scheme}-1280.png", full_page=True)
+    assert scrubbed.violations() == []
+    page.set_viewport_size(NARROW)
+    lefts = answers.evaluate_all("all => all.map(one => one.getBoundingClientRect().left)")
+    assert len(set(lefts)) == 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    assert scrubbed.violations() == []
+    if folder is not None:
+        page.screenshot(path=folder / f"group-{scheme}-400.png", full_page=True)

@@ -82,7 +82,7 @@ def sample_id(owner: Owner, query: str = "") -> str:
 def filled(path: str, run_id: str, sample: str) -> str:
     """A route's path with the ids of what is Alice's."""
     names = {"run_id": run_id, "kind": "weights", "name": "kept", "session_id": run_id.partition(":")[0], "key_id": "k"}
-    for name, value in (names | {"sample_id": sample, "number": "0"}).items():
+    for name, value in (names | {"sample_id": sample, "record_id": sample, "number": "0"}).items():
         path = path.replace(f"{{{name}}}", value)
     return path
 
@@ -375,8 +375,8 @@ def test_samples_tell_their_run_step_and_reward_and_are_filtered_by_run_and_surv
         assert "reward" not in bob.get("/samples").text and "step 2" not in bob.get("/samples").text
         kept = sample_id(alice)
     server.stop()
-    files = list((tmp_path / "data/samples").iterdir())
-    assert len(files) == 4 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    files = list((tmp_path / "data/samples").iterdir())  # of four samples and two batches
+    assert len(files) == 6 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
     server = Running(tmp_path / "data", keys_file=tmp_path / "keys")
     with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
         assert alice.sign_in().get("/samples").text.count(seen) == 2 and sample_id(alice) == kept

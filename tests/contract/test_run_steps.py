@@ -2,13 +2,14 @@
 
 import base64
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.dashboard import Owner, with_keys
-from tests.fake_server import Running
+from tests.fake_server import Running, forward_backward_body, policy_body
 from tests.photographs import photographs
 
 IMAGE = {"type": "image", "format": "jpeg", "data": base64.b64encode(photographs("test", 1)[0].jpeg).decode()}
@@ -78,3 +79,42 @@ def test_samples_keep_their_step_when_their_weights_are_saved_again_and_after_a_
         alice.change("POST", "/runs/delete", run=run_id)
         assert alice.get(f"/samples/{before[0]}").status_code == 404
     server.stop()
+
+
+def datums(owner: Owner, run_id: str, wanted: str, query: str = "") -> str:
+    """The part of the page, once it has what is wanted: datums are kept after the result."""
+    until = time.monotonic() + 10
+    while wanted not in (text := owner.get(f"/runs/{run_id}/datums{query}").text):
+        assert time.monotonic() < until, text
+        time.sleep(0.02)
+    return text
+
+
+def test_a_step_shows_the_answers_of_a_prompt_by_advantage_and_the_largest_datums(alice: Owner) -> None:
+    run_id = alice.new_run()
+    assert "appear here with each forward_backward" in alice.get(f"/runs/{run_id}/datums").text
+    for step in range(3):
+        answers = [([10 + step, 11], -0.5), ([20 + step, 21, 22], 1.5), ([30], 0.0)]
+        alice.train_on(policy_body(run_id, 2 * step + 1, [1, 2], answers))
+        datums(alice, run_id, f"word{10 + step}<", f"?step={step}")
+        alice.post("/optim_step", model_id=run_id, seq_id=2 * step + 2, adam_params={"learning_rate": 0.25})
+    text = alice.get(f"/runs/{run_id}/datums?step=1").text
+    group, largest = text.split("Datums with the largest gradients or losses, of 3")
+    assert re.findall(r"advantage <strong>([^<]+)<", group) == ["+1.5", "+0", "-0.5"]
+    assert re.findall(r'<span class="(\w+)" title[^>]*> (word\d+)<', group) == [
+        *(("up", f"word{token}") for token in (21, 21, 22)),
+        ("still", "word30"),
+        *(("down", f"word{token}") for token in (11, 11)),
+    ]
+    assert "importance_sampling" in group and " word1 word2" in group
+    assert re.findall(r"datum (\d)<", largest)[0] == "1"
+    assert "These are of step 2." in alice.get(f"/runs/{run_id}/datums?step=9").text
+    assert 'title="+1.5 · -1.000 nats"' in text
+
+
+def test_a_batch_whose_loss_is_not_known_here_keeps_nothing_and_trains(alice: Owner) -> None:
+    run_id = alice.new_run()
+    alice.train_on(forward_backward_body(run_id, 1, loss_fn="nan"))
+    alice.train_on(forward_backward_body(run_id, 2))
+    assert "cross_entropy" not in datums(alice, run_id, "Datums with the largest")
+    assert len(alice.server.app.state.services.gallery.batches_of_run("alice", run_id)) == 1

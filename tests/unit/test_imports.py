@@ -223,6 +223,11 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "recent samples": (
         (
+            "tinker_server.observability.batch_records",
+            "tinker_server.observability.datum_gradients",
+            "tinker_server.observability.datum_prompts",
+            "tinker_server.observability.gallery",
+            "tinker_server.observability.kept_datums",
             "tinker_server.observability.recent_samples",
             "tinker_server.observability.sample_files",
             "tinker_server.observability.thinned_steps",

@@ -11,7 +11,8 @@ from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models.admission import Admission
-from tinker_server.observability.recent_samples import Drawn, Gallery
+from tinker_server.observability.gallery import Gallery
+from tinker_server.observability.recent_samples import Drawn
 from tinker_server.offload import off_loop
 from tinker_server.store.records import NO_SESSION
 from tinker_server.weights.lookup import FoundWeights, WeightStores, find_weights

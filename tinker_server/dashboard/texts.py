@@ -59,10 +59,9 @@ def parts_of(base: BaseModel | None, token_ids: list[int]) -> list[Part]:
     ]
 
 
-def prompt_parts(base: BaseModel | None, chunks: Sequence[Chunk]) -> list[Part]:
-    """Return a prompt's texts, and its images by their numbers."""
+def prompt_parts(base: BaseModel | None, chunks: Sequence[Chunk], num_images: int = 0) -> list[Part]:
+    """Return a prompt's texts, and its images by their numbers, before which there are so many images."""
     parts: list[Part] = []
-    num_images = 0
     for chunk in chunks:
         if isinstance(chunk, EncodedTextChunk):
             parts += parts_of(base, chunk.tokens.tolist())

@@ -22,21 +22,18 @@ class WeightSteps:
         self._known: LRU[Drawn, int] = LRU(REMEMBERED)
 
     async def step_of(self, of: Drawn) -> int | None:
-        """Return the steps of the run before the weights were saved; None if that is not known."""
+        """Return the steps of the run before the weights were saved; None if they were saved again since."""
         if (known := self._known.get(of)) is not None:
             return known
-        seq_id = await self._saved_as(of)
+        number = (of.directory or "").rpartition("/")[2].partition("~")[0]
+        seq_id = int(number) if number.isdecimal() else None
+        if of.model_path is not None:  # its directory begins with the name
+            checkpoint = await self._checkpoints.find(parse_path(of.model_path))
+            is_same = checkpoint is not None and checkpoint.directory == of.directory
+            seq_id = checkpoint.saved_as if checkpoint is not None and is_same else None
         if seq_id is None:
             return None
         last = await self._last_before(of.run_id, seq_id)
         step = 0 if last is None else last.step + is_optim_step(last)
         self._known.put(of, step)
         return step
-
-    async def _saved_as(self, of: Drawn) -> int | None:
-        """Return the number of the operation that saved the weights; None for weights that were saved again."""
-        if of.model_path is not None:
-            checkpoint = await self._checkpoints.find(parse_path(of.model_path))
-            return checkpoint.saved_as if checkpoint is not None and checkpoint.directory == of.directory else None
-        number = (of.directory or "").rpartition("/")[2].partition("~")[0]
-        return int(number) if number.isdecimal() else None

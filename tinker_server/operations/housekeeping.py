@@ -14,8 +14,6 @@ from tinker_server.auth.key_uses import KeyUses
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models.scheduler import Scheduler
-from tinker_server.observability.recent_samples import Gallery
-from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import UNREFERENCED_KEPT_S, Storage
@@ -87,8 +85,7 @@ class Stores:
     storage: Storage
     uploads: UploadFolder
     key_uses: KeyUses
-    gallery: Gallery
-    sample_files: SampleFiles
+    save_samples: Callable[[], Awaitable[None]]
     disk: DiskAccount
 
 
@@ -161,7 +158,7 @@ class Housekeeper:
         """Write the latest samples to disk, as far as it has room. Raises Superseded."""
         self._stores.storage.lease.require()
         try:
-            await asyncio.to_thread(self._stores.sample_files.save, self._stores.gallery.all())
+            await self._stores.save_samples()
         except OSError as error:
             log.warning("the latest samples are not saved: %s", error)
 

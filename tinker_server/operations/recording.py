@@ -8,6 +8,7 @@ from typing import Any
 from tinker_server.api_schemas import wire
 from tinker_server.api_schemas.training import (
     AdamParams,
+    ForwardBackwardInput,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     OptimStepRequest,
@@ -83,13 +84,15 @@ def _of_batch(blank: Step, output: ForwardBackwardOutput) -> Step:
 
 def _has_advantages(operation: Operation) -> bool:
     """Return whether the loss of a forward_backward weighs positions by advantages."""
+    return any("advantages" in datum.loss_fn_inputs for datum in decode_batch(operation).data)
+
+
+def decode_batch(operation: Operation) -> ForwardBackwardInput:
+    """Decode the body of a forward_backward, which was checked before."""
     assert operation.body is not None, "the body has been read"
     if operation.content_type == wire.PROTOBUF:
-        request = wire.decode_forward_backward(operation.body)
-    else:
-        request = ForwardBackwardRequest.model_validate_json(operation.body)
-    data = request.forward_backward_input.data
-    return any("advantages" in datum.loss_fn_inputs for datum in data)
+        return wire.decode_checked(operation.body)
+    return ForwardBackwardRequest.model_validate_json(operation.body).forward_backward_input
 
 
 def _finite(metrics: dict[str, float], name: str) -> float | None:

@@ -21,8 +21,9 @@ from tinker_server.models.admission import Admission
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Snapshots
 from tinker_server.models.scheduler import Scheduler
+from tinker_server.observability.batch_records import BatchRecords
+from tinker_server.observability.gallery import Gallery
 from tinker_server.observability.metrics import Metrics
-from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.observability.weight_steps import WeightSteps
 from tinker_server.operations.housekeeping import Housekeeper
@@ -82,6 +83,7 @@ class Services:
     metrics: Metrics
     gallery: Gallery
     weight_steps: WeightSteps
+    batches: BatchRecords
     sample_files: SampleFiles
     sign_ins: SignIns
     tokens: Tokens

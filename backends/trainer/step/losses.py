@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tinker_server.api_schemas.losses import CLIP_HIGH, CLIP_LOW, LOSS_CONFIG
 from tinker_server.api_schemas.training import MORE_OUTPUTS
 
 LARGEST_LOG_RATIO = 80.0
@@ -146,7 +147,6 @@ class Loss:
 
 
 _RL = ("logprobs", "advantages")
-CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
 _CLIP = {CLIP_LOW: CLIP_LOW, CLIP_HIGH: CLIP_HIGH}
 
 
@@ -163,10 +163,6 @@ def _trains_a_sequence(x: LossInputs) -> Tensor:
     return (x.tensors["advantages"] != 0) & (num_inside_T > 0)
 
 
-def _clip(low: float, high: float) -> dict[str, float]:
-    return {CLIP_LOW: low, CLIP_HIGH: high}
-
-
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(
         lambda x: cross_entropy(x.logprobs_TK, x.tensors["weights"]),
@@ -176,14 +172,14 @@ LOSSES: dict[str, Loss] = {
         trains=lambda x: x.tensors["weights"] != 0,
     ),
     "importance_sampling": Loss(lambda x: importance_sampling(*_rl(x)), _RL, ratio=_token_ratio),
-    "ppo": Loss(lambda x: ppo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.8, 1.2), ratio=_token_ratio),
-    "cispo": Loss(lambda x: cispo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.0, 4.0), ratio=_token_ratio),
-    "dro": Loss(lambda x: dro(*_rl(x), beta=x.config["beta"]), _RL, config={"beta": 0.05}, ratio=_token_ratio),
+    "ppo": Loss(lambda x: ppo(*_rl(x, *_CLIP)), _RL, _CLIP, LOSS_CONFIG["ppo"], ratio=_token_ratio),
+    "cispo": Loss(lambda x: cispo(*_rl(x, *_CLIP)), _RL, _CLIP, LOSS_CONFIG["cispo"], ratio=_token_ratio),
+    "dro": Loss(lambda x: dro(*_rl(x), beta=x.config["beta"]), _RL, config=LOSS_CONFIG["dro"], ratio=_token_ratio),
     "gspo": Loss(
         lambda x: gspo(*_rl(x, "sequence_ratio_mask", *_CLIP), datum_T=x.datum_T, num_datums=x.num_datums),
         (*_RL, "sequence_ratio_mask"),
         _CLIP,
-        _clip(1 - 3e-4, 1 + 4e-4),
+        LOSS_CONFIG["gspo"],
         by_token=False,
         ratio=lambda x: _sequence_ratio(
             x.logprobs_TK[:, 0], x.tensors["logprobs"], x.tensors["sequence_ratio_mask"], x.datum_T, x.num_datums

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from tinker_server.api_schemas.inputs import MAX_COLUMNS
+from tinker_server.api_schemas.losses import CLIP_HIGH, CLIP_LOW
 from tinker_server.api_schemas.training import OUTPUT_BYTES, ForwardBackwardInput
 from tinker_server.backends.inputs.rendering import Layout, Renderer
 from tinker_server.backends.processes.rpc import MAX_ANSWER_BYTES
 from tinker_server.backends.protocol import InvalidInput
-from tinker_server.backends.trainer.step.losses import CLIP_HIGH, CLIP_LOW, LOSSES, Loss
+from tinker_server.backends.trainer.step.losses import LOSSES, Loss
 
 STABLE_REINFORCE = "stable_reinforce"
 

@@ -19,11 +19,12 @@ from tinker_server.dashboard.pages import (
     runs,
     samples,
     sign_in,
+    step_datums,
 )
 from tinker_server.dashboard.rendering import FOLDER
 
 ROUTERS = (
-    *(sign_in, live, runs, checkpoints, curves, run_changes, run_steps, run),
+    *(sign_in, live, runs, checkpoints, curves, run_changes, run_steps, step_datums, run),
     *(samples, playground, machine, keys, owners, records, console),
 )
 

@@ -3,6 +3,7 @@
 const panel = document.getElementById("step");
 const slider = document.getElementById("step-slider");
 const shown = document.getElementById("step-shown");
+const datums = document.getElementById("step-datums");
 const latest = document.getElementById("step-latest");
 let chosen = readAddress(), end = 0, wanted = null, isLoading = false;
 
@@ -31,7 +32,8 @@ async function load() {
     while (wanted !== null) {
       const query = wanted;
       wanted = null;
-      await htmx.ajax("GET", `${panel.dataset.url}${query}`, { source: panel, target: shown, swap: "morph:innerHTML" });
+      await Promise.all([[panel, shown], [datums, datums]].map(([source, target]) =>
+        htmx.ajax("GET", `${source.dataset.url}${query}`, { source, target, swap: "morph:innerHTML" })));
     }
   } finally {
     isLoading = false;
@@ -62,7 +64,7 @@ export function follow(lastStep, isEmpty) {
   const isFirst = slider.max === "" || wanted === null && shown.childElementCount === 0;
   end = lastStep;
   slider.max = end;
-  if (!isEmpty && (isFirst || (chosen === null && !shown.matches(":hover, :focus-within")))) show();
+  if (!isEmpty && (isFirst || (chosen === null && ![shown, datums].some((part) => part.matches(":hover, :focus-within"))))) show();
 }
 
 // Dragging along a plot chooses the step there; with Shift it selects a range, as uPlot does it.
