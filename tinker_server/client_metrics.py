@@ -67,13 +67,13 @@ class Metrics:
 
     def _send(self, body: dict[str, object]) -> None:
         ends_at = time.monotonic() + self._patience_s
-        while (problem := self._try(body)) is not None:
+        while (problem := self._attempt(body)) is not None:
             if time.monotonic() + _PAUSE_S > ends_at:
                 raise TimeoutError(f"metrics of {self.run_id} were not taken within {self._patience_s:g} s: {problem}")
             time.sleep(_PAUSE_S)
 
-    def _try(self, body: dict[str, object]) -> str | None:
-        """Return why the server does not answer at present; None once it has taken the metrics."""
+    def _attempt(self, body: dict[str, object]) -> str | None:
+        """Send metrics, and return why the server does not answer at present; None once it has stored them."""
         try:
             answer = self._http.post(f"/api/v1/training_runs/{self.run_id}/metrics", json=body)
         except httpx.TransportError as error:

@@ -91,7 +91,7 @@ class _Copies(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run the operator."""
+        """Run an operator, and record it if it is a copy: torch's hook."""
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
             self.found.append((source, target))

@@ -130,11 +130,12 @@ def gather_to_rank_zero(shard: Tensor, shape: torch.Size, world: World) -> Tenso
         if takes_part:
             dist.gather(sent_W, list(received_NW) if is_first else None, group=machine.group, group_dst=0)
 
-        def copy_out(columns: _Columns = columns) -> None:
-            for of_tensor, of_buffer in _views(whole, columns, received_NW) if is_first else ():
-                of_tensor.copy_(of_buffer)
+        def empty_buffer(columns: _Columns = columns) -> None:
+            if is_first:
+                for tensor_part, buffer_part in _views(whole, columns, received_NW):
+                    tensor_part.copy_(buffer_part)
 
-        agreed(copy_out, world)
+        agreed(empty_buffer, world)
     return whole
 
 

@@ -94,6 +94,8 @@ class Actor:
             self._num_arriving -= 1
 
     async def _accept_in_order(self, lane: Lane, operation: Operation) -> str:
+        """Accept an operation that no later operation has overtaken. Beyond its owner's bounds it is accepted only if
+        the lane waits for it. Raises as `accept`."""
         number, counts = operation.seq_id, (operation.owner, 1, operation.size_bytes)
         try:
             self._budget.enter(*counts)

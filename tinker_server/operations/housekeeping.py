@@ -115,7 +115,7 @@ class Housekeeper:
         """Drop the models of finished sessions and of clients that did not come back, suspend those of silent
         clients."""
         stores, timeout_s = self._stores, self._periods.session_timeout_s
-        for run in await stores.runs.in_memory():
+        for run in await stores.runs.find_active():
             session = await stores.sessions.get(run.session_id)
             if session.finished_at is not None:
                 if self._scheduler.is_idle(run.model_id, 0):

@@ -216,4 +216,5 @@ def _event_info(kind: str, amount: int) -> TokenUsage | PrefillUsage | Checkpoin
 
 
 def _utc(at: datetime) -> datetime:
+    """Return the time with a zone: UTC, unless it names another."""
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

@@ -68,7 +68,7 @@ PENDING: Described = {
 
 
 async def _until_sent() -> AsyncIterator[AsyncExitStack]:
-    """Hold what the route enters until the answer was sent."""
+    """Yield a stack, which is closed once the answer was sent."""
     async with AsyncExitStack() as held:
         yield held
 

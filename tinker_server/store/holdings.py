@@ -173,6 +173,7 @@ class Holdings:
         return sum(held), freed_bytes
 
     async def _snapshot_bytes(self, directory: str) -> int:
+        """Return the bytes of a snapshot's directory, which are measured once, as its files never change."""
         size_bytes = self._measured.get(directory)
         if size_bytes is None:
             try:

@@ -210,7 +210,7 @@ class RunStore:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
         return await self._find_all(newest.limit(limit).offset(offset)), total or 0
 
-    async def in_memory(self) -> list[TrainingRun]:
+    async def find_active(self) -> list[TrainingRun]:
         """Return the models that are neither lost nor suspended."""
         return await self._find_all(select(TrainingRunRow).where(TrainingRunRow.status == "active"))
 

@@ -53,7 +53,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(MalformedBody)
     @app.exception_handler(InvalidInput)
-    async def invalid(http: Request, error: ValueError) -> JSONResponse:
+    async def answer_invalid(http: Request, error: ValueError) -> JSONResponse:
         return answer(http.url.path, BadRequest.status, error, str(error))
 
     @app.exception_handler(RequestValidationError)
@@ -62,12 +62,12 @@ def install(app: FastAPI) -> None:
         return answer(http.url.path, BadRequest.status if is_too_large else 422, error, describe(error))
 
     @app.exception_handler(HTTPException)
-    async def not_routed(http: Request, error: HTTPException) -> JSONResponse:
+    async def answer_unrouted(http: Request, error: HTTPException) -> JSONResponse:
         kind = BodyTooLarge() if error.status_code == BodyTooLarge.status else error
         return answer(http.url.path, error.status_code, kind, error.detail, error.headers)
 
     @app.exception_handler(ClientDisconnect)
-    async def gone(http: Request, error: ClientDisconnect) -> JSONResponse:
+    async def answer_gone(http: Request, error: ClientDisconnect) -> JSONResponse:
         return answer(http.url.path, CLIENT_GONE, error, "the client hung up")
 
     @app.exception_handler(Exception)

@@ -73,7 +73,7 @@ def _expand(
 
 
 def _expand_stack(name: str, matrix: str, header: dict[str, Place]) -> dict[str, CopiedTensor]:
-    """Return a stack's tensors with those of each expert apart, whose matrix has this name."""
+    """Split a stacked tensor of all experts into a tensor of each expert, of its matrix of this name."""
     experts, stack, half, _ = name.rsplit(".", 3)
     dtype, shape, (begin, end) = header[name]["dtype"], header[name]["shape"], header[name]["data_offsets"]
     num_experts = max(header[f"{experts}.{stack}.{each}.weight"]["shape"][0] for each in ("lora_A", "lora_B"))

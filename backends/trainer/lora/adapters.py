@@ -106,7 +106,7 @@ class Adapters:
         """
         ends = list(accumulate(model.config.rank for model in models))
         self._rank_slices = [slice(end - model.config.rank, end) for end, model in zip(ends, models, strict=True)]
-        width = self._width(sum(model.config.rank for model in models))
+        width = self._buffer_rank(sum(model.config.rank for model in models))
         layouts = self._layouts & (frozenset(model.config.layout for model in models) or {self._base_layout})
         if (width, layouts) != self._loaded_as:
             self._bind(width, layouts)
@@ -141,7 +141,7 @@ class Adapters:
 
     def blank(self, num_tokens: int) -> Tensor:
         """Return the scales [T, R] of tokens of no model, after `load([])`: the base alone."""
-        return torch.zeros(num_tokens, self._width(0), dtype=self.gradient_dtype, device=self._device)
+        return torch.zeros(num_tokens, self._buffer_rank(0), dtype=self.gradient_dtype, device=self._device)
 
     def use(self, scales_TR: Tensor) -> None:
         """Set the scales of the next forward's tokens."""
@@ -183,7 +183,7 @@ class Adapters:
             for stack in model.stacks:
                 yield ranks, stack, by_group[id(stack.group)]
 
-    def _width(self, rank: int) -> int:
+    def _buffer_rank(self, rank: int) -> int:
         """Return R for models whose ranks sum to `rank`."""
         return rank if self._device.type == "cpu" else buffer_rank(rank, self._max_rank)
 

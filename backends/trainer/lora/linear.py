@@ -226,7 +226,7 @@ def add_lora_gradients(  # noqa: PLR0913
     grad_bs_RO: Sequence[Tensor],
     places: Sequence[int],
 ) -> None:
-    """Accumulate the gradients of A and B."""
+    """Accumulate the gradients of A and B. `places` is as `lora_linears` says."""
     compute = _gradients_operator if needs_operator(x) else _add_gradients
     compute(grad_ys, x, inner_TN, grad_inner_TN, grad_as_RI, grad_bs_RO, places)
 

@@ -172,8 +172,11 @@ def find_prefixes(
 
 
 def plan_batch(batch: CheckedBatch, side_by_side: int, max_tokens: int, longest: int) -> list[list[list[int]]]:
-    """Run `plan_steps` with microbatches of `max_tokens`, in which datums that share tokens are together as far as they
-    fit. Raises InvalidInput for a datum of more than `longest` tokens."""
+    """Return by step and rank the datums of each microbatch, of at most `max_tokens`. Datums that share tokens are in
+    the same microbatch as far as they fit. `side_by_side`: the number of ranks that compute different microbatches.
+
+    Raises InvalidInput for a datum of more than `longest` tokens.
+    """
     lengths, prefixes = batch.lengths, batch.prefixes
     for index, length in enumerate(lengths):
         if length > longest:

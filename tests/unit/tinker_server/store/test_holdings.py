@@ -99,7 +99,7 @@ async def test_every_kind_of_directory_counts_and_what_is_deleted_makes_room(
     assert await most(held, "alice") == 0, "half of 1000 and 1000"
     assert await most(held, "bob") == 500
     checkpoints, runs = CheckpointStore(db), RunStore(db)
-    (run,) = await runs.in_memory()
+    (run,) = await runs.find_active()
     path = parse_path(f"tinker://{run.model_id}/weights/a")
     with pytest.raises(LimitReached, match=r"of alice would take 0\.000 GiB; 0\.000 GiB are allowed, 50% of"):
         await held.require_room("alice", 1)
