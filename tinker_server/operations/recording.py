@@ -79,6 +79,7 @@ def _of_batch(blank: Step, output: ForwardBackwardOutput) -> Step:
         divergence=_finite(metrics, "kl_k3:mean"),
         clip_fraction=_finite(metrics, "clip_fraction:mean"),
         advantage=_finite(metrics, "advantage:mean"),
+        shared_tokens=_finite(metrics, "shared_tokens:sum"),
     )
 
 

@@ -137,6 +137,7 @@ class Step:
     divergence: float | None = None
     clip_fraction: float | None = None
     advantage: float | None = None
+    shared_tokens: float | None = None
     waited_s: float
     run_s: float
 

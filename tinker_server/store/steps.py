@@ -34,6 +34,8 @@ class Point:
     divergence: float | None
     clip_fraction: float | None
     advantage: float | None
+    shared_tokens: float | None
+    """Sum of the positions that were not computed."""
     waited_s: float
     run_s: float
 
@@ -49,6 +51,7 @@ _POINT = (
     func.avg(_OF.divergence),
     func.avg(_OF.clip_fraction),
     func.avg(_OF.advantage),
+    func.sum(_OF.shared_tokens),
     func.sum(_OF.waited_s),
     func.sum(_OF.run_s),
 )

@@ -265,6 +265,8 @@ class StepRow(Table):
     clip_fraction: Mapped[float | None]
     advantage: Mapped[float | None]
     """Mean over positions that train."""
+    shared_tokens: Mapped[float | None]
+    """Positions that were not computed, since another datum has them too."""
     waited_s: Mapped[float]
     """Seconds from acceptance until it ran: waiting for earlier operations and for the trainer."""
     run_s: Mapped[float]

@@ -20,6 +20,7 @@ SHOWN = {
     "advantage": "Mean advantage",
     "grad_norm": "Gradient norm",
     "sampler_gap": "Trainer-sampler gap (nats)",
+    "shared_tokens": "Tokens saved by shared beginnings",
 }
 """Recorded values of a step that are shown where they are known, with their titles."""
 

@@ -12,6 +12,7 @@ const CURVES = [
   { name: "sampler_gap", title: "Trainer-sampler log-prob gap (nats)" },
   { name: "divergence", title: "KL divergence (k3, nats)" },
   { name: "clip_fraction", title: "Clip fraction" },
+  { name: "shared_tokens", title: "Tokens saved by shared beginnings" },
 ];
 const HEIGHT = 190, LEAST_PAUSE_MS = 1000, MOST_AT_ONCE = 100, LOG = 3;
 

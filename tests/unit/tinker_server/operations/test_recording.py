@@ -88,6 +88,20 @@ async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
     assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)
 
 
+async def test_a_run_has_the_tokens_that_shared_beginnings_saved(db: Database) -> None:
+    futures = FutureStore(db, recent_bytes=1000)
+    await futures.start()
+    for seq_id, metrics in enumerate(({"shared_tokens:sum": 700.0}, {}, {"shared_tokens:sum": 50.0}), start=1):
+        of = operation("forward_backward", seq_id)
+        output = ForwardBackwardOutput(loss_fn_outputs=[], metrics={"tokens:sum": 4.0, **metrics})
+        step = await recorded(db, of, output)
+        accepted = await futures.queue.enqueue(of)
+        futures.queue.complete(accepted.request_id, Result(b"{}", "application/json", step=step))
+    await futures.stop()
+    (point,) = await StepStore(db).points("m", 0, 0, 1)
+    assert point.shared_tokens == 750.0
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "as_json", "cause"),
     [
