@@ -34,7 +34,7 @@ from tinker_server.backends import tasks
 from tinker_server.backends.protocol import EngineBatch, EngineUse
 from tinker_server.dashboard.pages import ROUTERS
 from tinker_server.dashboard.pages.runs import PER_PAGE
-from tinker_server.dashboard.rendering import short
+from tinker_server.dashboard.rendering import short, size
 from tinker_server.dashboard.thumbnails import SIDE_PIXELS
 from tinker_server.observability.recent_samples import IMAGE_BYTES
 from tinker_server.routes import machine_loads
@@ -419,11 +419,11 @@ def test_the_machine_shows_the_engines_batch_and_how_full_its_cache_is(alice: Ow
 
 def test_the_machine_counts_the_disk_as_df_does(alice: Owner) -> None:
     """Blocks that are reserved, or beyond a quota, are neither used nor free."""
-    found = re.search(
-        r'<meter min="0" max="(\d+)" value="(\d+)"[^>]*aria-label="Disk used">', alice.get("/machine/now").text
-    )
+    meter = r'<meter min="0" max="(\d+)" value="(\d+)"[^>]*aria-label="Disk used"></meter><small>([^<]*)</small>'
+    found = re.search(meter, alice.get("/machine/now").text)
     assert found is not None
-    shown_full, shown_used = map(int, found.groups())
+    shown_full, shown_used = map(int, found.groups()[:2])
+    assert found[3] == f"{size(shown_used)} of {size(shown_full)} used"
     disk = os.statvfs(alice.server.settings.data_dir)
     used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
     assert shown_used == pytest.approx(used, abs=2**29)

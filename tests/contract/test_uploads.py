@@ -295,6 +295,16 @@ def test_an_owner_has_four_uploads_and_others_have_theirs(server: Running) -> No
     started(server)
 
 
+def test_an_upload_that_the_disk_does_not_take_is_to_be_started_later(server: Running) -> None:
+    """503, which the SDK tries again."""
+    uploads = server.settings.data_dir / "uploads"
+    uploads.write_text("in place of the folder, as no disk is full here")
+    refused = server.http.post("/external_weights_upload_start", json=START)
+    assert refused.status_code == 503 and refused.json()["error"] == "DiskFull"
+    uploads.unlink()
+    started(server)
+
+
 def test_a_start_takes_the_place_of_the_upload_that_was_refused_first(server: Running) -> None:
     begun = [started(server) for _ in range(4)]
     for upload in begun[:3]:

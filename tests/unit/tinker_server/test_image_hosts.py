@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import http.server
 import ipaddress
+import socket
 import ssl
 import subprocess
 import threading
@@ -11,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -90,6 +92,24 @@ async def test_a_name_of_this_machine_is_refused_unless_its_address_is_listed_to
     assert not Host.seen
     assert await allowing(name, address).read(url, "alice") == IMAGE
     assert Host.seen[0]["Host"] == name
+
+
+async def test_a_name_is_looked_up_once_and_the_address_that_was_checked_is_connected_to(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next answer may be an address of the private network."""
+    asked: list[object] = []
+
+    def look_up(host: object, *more: Any, **named: Any) -> Any:
+        asked.append(host)
+        return find("127.0.0.1" if host == "changing.example" else host, *more, **named)
+
+    find = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    hosts = [f"{host}:{port}" for host in ("changing.example", "127.0.0.1")]
+    assert await allowing(*hosts).read(f"http://changing.example:{port}/plain.png", "alice") == IMAGE
+    assert [host for host in asked if host in ("changing.example", b"changing.example")] == ["changing.example"]
+    assert Host.seen[0]["Host"] == hosts[0]
 
 
 @pytest.mark.parametrize("host", ["2130706433", "0x7f.1", "127.1", "0", "[::ffff:127.0.0.1]", "[::]"])
