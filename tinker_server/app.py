@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -168,8 +168,9 @@ async def serving(
             await stack.enter_async_context(db.sole_use())
             await db.migrate()
         if backend is None:
+            own_experts = await RunStore(db).bases_with_own_experts()
             with report(on_loading, "imports PyTorch"):
-                backend = await asyncio.to_thread(_make_backend, settings, on_loading)
+                backend = await asyncio.to_thread(_make_backend, settings, on_loading, own_experts)
         stack.push_async_callback(backend.stop)
         await backend.start()
         services = build_services(settings, db, backend, tracing, clock or SteadyClock())
@@ -192,11 +193,11 @@ def report(on_loading: OnLoading, doing: str) -> Iterator[None]:
         on_loading("server", None)
 
 
-def _make_backend(settings: Settings, on_loading: OnLoading) -> Backend:
+def _make_backend(settings: Settings, on_loading: OnLoading, own_experts: Set[str]) -> Backend:
     require_torchvision()
     from tinker_server.backends.configure.create import LocalBackend  # takes seconds, for it imports torch
 
-    return LocalBackend(settings.resolve_backend(), on_loading)
+    return LocalBackend(settings.resolve_backend(), on_loading, own_experts)
 
 
 def build_services(

@@ -1,11 +1,12 @@
 """Find the configured base models, check that they can be served here, and make their specs. Loads no weights."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.memory_plan import Demand, Machine, MemoryPlan
 from tinker_server.backends.configure.model_size import ModelSize, model_size
@@ -54,11 +55,19 @@ class FoundModel:
     demand: Demand | None = None
     """What memory is planned for; None before the plan."""
 
+    def with_slots(self, form: Layout) -> "FoundModel":
+        """Return the model with engines whose slots for experts have another form."""
+        spec = replace(self.spec, expert_slots=form)
+        return replace(self, spec=spec, size=replace(self.size, expert_slots=form))
 
-def describe_models(config: BackendConfig, machine: Machine | None = None) -> dict[str, FoundModel]:
+
+def describe_models(
+    config: BackendConfig, machine: Machine | None = None, own_experts: Set[str] = frozenset()
+) -> dict[str, FoundModel]:
     """Find every model and its place on the machine (absent: this one); loads no weights. Raises BackendFailed.
 
-    Names that share a directory share all but name and source.
+    Names that share a directory share all but name and source. `own_experts`: names of models with runs or weights
+    whose experts have factors of their own, for which engines need slots.
     """
     if not config.models:
         raise BackendFailed("no base model is configured: give at least one --model NAME=DIRECTORY_OR_HUB_ID")
@@ -68,6 +77,9 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     for name, directory in directories.items():
         if directory not in found:
             found[directory] = find(name, directory, config, machine, number=len(found))
+        if name in own_experts and found[directory].spec.expert_slots != "own":
+            log.info("%s: slots have factors of each expert, as runs or weights have in the data directory", name)
+            found[directory] = found[directory].with_slots("own")
     if config.replay_routing and all(model.spec.routing_dir is None for model in found.values()):
         raise BackendFailed(
             "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"

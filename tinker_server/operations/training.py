@@ -70,6 +70,7 @@ async def create_model(stores: WeightStores, model: Model, work: Work[CreateMode
         raise Unsupported("lora_config is missing: send one; models here are LoRA adapters")
     others = {"train_vision": _trains_vision(request, base), "layout": _layout(request, base)}
     trainable = _trainable(request.lora_config, others)
+    _require_slots(trainable, base)
     run = _run(request, work.operation.owner, base, trainable, request.optimizer_config)
     work.base_model = run.base_model
     async with stores.holdings.model(run.owner, run.model_id):
@@ -134,6 +135,16 @@ def _layout(request: CreateModelRequest, base: BaseModelInfo) -> Layout:
         if said == layout:
             return cast(Layout, layout)
     raise Unsupported(f"user_metadata.experts is {said!r}: it must be {' or '.join(map(repr, get_args(Layout)))}")
+
+
+def _require_slots(trainable: Trainable, base: BaseModelInfo) -> None:
+    """Raise Unsupported for a model that no engine of this server could sample from."""
+    if trainable.layout == "own" and trainable.train_mlp and base.expert_slots == "service":
+        raise Unsupported(
+            f"user_metadata.experts is 'own', but this server's engines have slots for {base.name} in which the experts"
+            " of a layer share factors (setting backend.lora_layout service; own takes both); leave it out, or set"
+            " train_mlp to false"
+        )
 
 
 def _trainable(lora: LoraConfig, others: Mapping[str, object]) -> Trainable:

@@ -15,7 +15,7 @@ from tests.models import FAMILIES
 from tests.published import SERVICE_COUNTS
 from tests.shapes import shape
 from tests.submitting import server
-from tinker_server.api_schemas.training import Layout
+from tinker_server.api_schemas.training import Layout, LoraConfig
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models
 from tinker_server.backends.families.coverage import Numbers
@@ -94,12 +94,48 @@ async def test_a_model_has_the_layout_that_its_metadata_or_else_the_server_names
         assert run.trainable.layout == (layout or of_server)
 
 
+@pytest.mark.parametrize(("train_mlp", "slots"), [(True, "service"), (False, "service"), (True, "own")])
+async def test_a_model_that_no_engine_has_slots_for_is_refused_by_name(
+    tmp_path: Path, train_mlp: bool, slots: Layout
+) -> None:
+    async with server(tmp_path) as client:
+        base = client.services.models.base("tiny")
+        assert isinstance(base, FakeBaseModel)
+        base.info = replace(base.info, lora_layout="service", expert_slots=slots)
+        lora = LoraConfig(rank=8, seed=1, train_mlp=train_mlp)
+        result = await client.result(await client.create_model(lora_config=lora, user_metadata={"experts": "own"}))
+        assert result.failed == (train_mlp and slots == "service")
+        if result.failed:
+            error = json.loads(result.body)["error"]
+            assert "user_metadata.experts is 'own', but this server's engines have slots for tiny in which" in error
+            assert "setting backend.lora_layout service; own takes both" in error
+
+
 @pytest.mark.parametrize("said", ["shared", 1, None, ["own"]])
 async def test_an_unknown_layout_is_refused(tmp_path: Path, said: object) -> None:
     async with server(tmp_path) as client:
         result = await client.result(await client.create_model(user_metadata={"experts": said}))
         error = json.loads(result.body)["error"]
         assert result.failed and f"user_metadata.experts is {said!r}: it must be 'own' or 'service'" in error
+
+
+@pytest.mark.parametrize("kind", ["Qwen3 MoE", "Qwen3.5"])
+def test_slots_have_the_form_of_new_models_unless_older_ones_have_experts_of_their_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinker_server.backends.configure.describe.SHARED_SLOTS", True)
+    source = FAMILIES[kind](tmp_path / "model")
+
+    def slots(layout: Layout, *own_experts: str) -> Layout:
+        models = {"a": str(source), "b": str(source)}
+        settings = BackendConfig(models=models, lora_layout=layout, device="cpu", scratch_dir=tmp_path / "scratch")
+        found = describe_models(settings, own_experts=set(own_experts))
+        [form] = {form for model in found.values() for form in (model.spec.expert_slots, model.size.expert_slots)}
+        return form
+
+    shared = "service" if kind == "Qwen3 MoE" else "own"
+    assert [slots("service"), slots("service", "another"), slots("service", "b")] == [shared, shared, "own"]
+    assert slots("own") == "own"
 
 
 WITH_LAYOUTS = (

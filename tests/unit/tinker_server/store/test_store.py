@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, Engine, Pool, event
+from sqlalchemy import Connection, Engine, Pool, event, text
 
 from tinker_server import accounts
 from tinker_server.api_schemas.sessions import (
@@ -412,6 +412,25 @@ async def test_a_checkpoint_is_replaced_expires_and_is_deleted(db: Database) -> 
     assert await store.take_expired(99) == []
     assert await store.take_expired(100) == ["second"]
     assert await store.find(path) is None
+
+
+async def test_bases_are_known_whose_runs_or_weights_have_experts_with_factors_of_their_own(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
+    runs, shared = RunStore(db), Trainable(rank=8, seed=1, layout="service")
+    own = shared.model_copy(update={"layout": "own"})
+    kinds = {"shared": shared, "no experts": own.model_copy(update={"train_mlp": False}), "ended": own, "own": own}
+    for number, (base, trainable) in enumerate(kinds.items()):
+        status = "lost" if base == "ended" else "suspended"
+        await runs.add(replace(run(session_id, number), base_model=base, trainable=trainable, status=status))
+    assert await runs.bases_with_own_experts() == {"own"}
+    await CheckpointStore(db).put(replace(checkpoint("saved"), base_model="saved", trainable=own))
+    await db.change(lambda session: session.execute(text("UPDATE training_runs SET trainable = '{\"rank\": 8}'")))
+    assert await runs.bases_with_own_experts() == {
+        "saved",
+        "shared",
+        "no experts",
+        "own",
+    }  # as older servers wrote them
 
 
 async def test_a_sampling_session_is_made_once(db: Database) -> None:
