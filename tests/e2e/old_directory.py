@@ -3,7 +3,8 @@
 `python -m tests.e2e.old_directory CHECKOUT NAME` makes one with the server of a checkout and today's embedded model.
 The numbers are of its weights: both are made again when these change. It fills a data directory, ends the server,
 serves a copy again and records the numbers. 073f48b made `stopped`, whose server was stopped; ab350a7 made `killed`,
-whose server was killed, so that it has a log.
+whose server was killed, so that it has a log. b6afec41 made `mixture`, of a mixture of experts that is in the directory
+too: its server was the last whose models were all of the LoRA layout `own`, and knew no other.
 """
 
 import base64
@@ -23,6 +24,7 @@ import httpx
 from sqlalchemy import JSON, Boolean, Connection, MetaData
 
 from tests.factories import photo
+from tests.models import make_tiny_of
 from tests.servers import KEY, Server
 from tinker_server.embedded import DIRECTORIES
 from tinker_server.store.database import Database
@@ -39,7 +41,10 @@ SNAPSHOT_EVERY_S = 4.0
 class Client:
     """The API without an SDK, whose versions come and go."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, vocab_size: int = 2000) -> None:
+        """`vocab_size`: all tokens are below."""
+        self.vocab_size = vocab_size
+        self.tokens = [token % vocab_size for token in TOKENS]
         self.http = httpx.Client(base_url=f"{base_url}/api/v1", headers={"x-api-key": KEY}, timeout=120)
 
     def post(self, path: str, /, **body: Any) -> Any:
@@ -63,8 +68,9 @@ class Client:
         self, model_id: str, seq_id: int, shift: int = 0, *, backward: bool = True, image: bytes = b""
     ) -> list[float]:
         """Log probabilities of a datum, which begins with an image if there is one."""
-        targets, weights = [(token + shift) % 2000 for token in TOKENS[1:]], [1.0] * len(TOKENS[1:])
-        chunks: list[Any] = [{"type": "encoded_text", "tokens": TOKENS[:-1]}]
+        targets = [(token + shift) % self.vocab_size for token in self.tokens[1:]]
+        weights = [1.0] * len(targets)
+        chunks: list[Any] = [{"type": "encoded_text", "tokens": self.tokens[:-1]}]
         if image:
             data = base64.b64encode(image).decode()
             chunks.insert(0, {"type": "image", "data": data, "format": "png", "expected_tokens": IMAGE_TOKENS})
@@ -104,7 +110,7 @@ def fill(client: Client) -> dict[str, Any]:
         "/asample",
         sampling_session_id=unnamed["sampling_session_id"],
         seq_id=0,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": TOKENS}]},
+        prompt={"chunks": [{"type": "encoded_text", "tokens": client.tokens}]},
         sampling_params={"max_tokens": 4, "temperature": 0.0},
     )["request_id"]
     client.result(sampled)
@@ -135,17 +141,7 @@ def measure(client: Client, parts: dict[str, Any]) -> dict[str, Any]:
     after = client.forward_backward(loaded, 3, 2, backward=False)
     resumed = client.run("/optim_step", model_id=parts["suspended"], seq_id=2, adam_params=ADAM)
     resumed_after = client.forward_backward(parts["suspended"], 3, backward=False)
-    sampler = client.post(
-        "/create_sampling_session", session_id=other, sampling_session_seq_id=0, model_path=parts["weights"]
-    )
-    sample = client.run(
-        "/asample",
-        sampling_session_id=sampler["sampling_session_id"],
-        seq_id=0,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": TOKENS}]},
-        sampling_params={"max_tokens": 6, "temperature": 0.0},
-        prompt_logprobs=True,
-    )
+    sample = sample_from(client, other, 0, parts["weights"])
     urls = client.get(f"/training_runs/{parts['model']}/checkpoints/external_weights/out/external_weights_urls")["urls"]
     return {
         "run": {name: run[name] for name in ("base_model", "lora_rank", "user_metadata", "model_owner")},
@@ -158,11 +154,61 @@ def measure(client: Client, parts: dict[str, Any]) -> dict[str, Any]:
         "after": after,
         "resumed": resumed["metrics"],
         "resumed_after": resumed_after,
-        "tokens": sample["sequences"][0]["tokens"],
-        "logprobs": sample["sequences"][0]["logprobs"],
-        "scores": sample["prompt_logprobs"][1:],
+        **sample,
         "files": {name: len(httpx.get(url).content) for name, url in sorted(urls.items())},
     }
+
+
+def sample_from(client: Client, session_id: str, number: int, path: str) -> dict[str, Any]:
+    """Return the greedy sample from saved weights, its log probabilities, and those of the prompt."""
+    session = {"session_id": session_id, "sampling_session_seq_id": number}
+    sampler = client.post("/create_sampling_session", **session, model_path=path)["sampling_session_id"]
+    sample = client.run(
+        "/asample",
+        sampling_session_id=sampler,
+        seq_id=0,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": client.tokens}]},
+        sampling_params={"max_tokens": 6, "temperature": 0.0},
+        prompt_logprobs=True,
+    )
+    (sequence,) = sample["sequences"]
+    return {
+        "tokens": sequence["tokens"],
+        "logprobs": sequence["logprobs"],
+        "scores": sample["prompt_logprobs"][1:],
+    }
+
+
+def fill_mixture(client: Client) -> dict[str, Any]:
+    """Make a run of two steps that trains all modules, with a checkpoint, weights of each kind, and a gradient."""
+    session_id = client.post("/create_session", sdk_version="0.38.0", tags=[])["session_id"]
+    create = {"session_id": session_id, "base_model": MODEL, "model_seq_id": 0}
+    model = client.run("/create_model", **create, lora_config={"rank": 2, "seed": 7})["model_id"]
+    for number in range(2):
+        client.forward_backward(model, 2 * number + 1, number)
+        client.run("/optim_step", model_id=model, seq_id=2 * number + 2, adam_params=ADAM)
+    state = client.run("/save_weights", model_id=model, seq_id=5, path="two-steps")["path"]
+    weights = client.run("/save_weights_for_sampler", model_id=model, seq_id=6, path="kept")["path"]
+    exported = client.run("/save_weights_external", model_id=model, seq_id=7, path="out")["path"]
+    client.forward_backward(model, 8, 3)
+    return {"model": model, "state": state, "weights": weights, "exported": exported}
+
+
+def measure_mixture(client: Client, parts: dict[str, Any]) -> dict[str, Any]:
+    """Measure how the run goes on, from its snapshot and from its checkpoint, and what its weights sample."""
+    session_id = client.post("/create_session", sdk_version="0.38.0", tags=[])["session_id"]
+    place = {"session_id": session_id, "model_seq_id": 0}
+    loaded = client.run("/load_weights", **place, path=parts["state"], optimizer=True)["model_id"]
+    client.forward_backward(loaded, 1, 3)
+    measured: dict[str, Any] = {}
+    for name, model, seq_id in (("resumed", parts["model"], 9), ("loaded", loaded, 2)):
+        step = client.run("/optim_step", model_id=model, seq_id=seq_id, adam_params=ADAM)["metrics"]
+        after = client.forward_backward(model, seq_id + 1, backward=False)
+        again = client.run("/save_weights_for_sampler", model_id=model, seq_id=seq_id + 2, path="again")["path"]
+        measured[name] = {"step": step, "after": after, "sampled": sample_from(client, session_id, seq_id, again)}
+    for number, name in enumerate(("weights", "exported")):
+        measured[name] = sample_from(client, session_id, number, parts[name])
+    return measured
 
 
 def fill_killed(client: Client) -> dict[str, Any]:
@@ -270,6 +316,17 @@ class Made(NamedTuple):
     name: str
     fill: Callable[[Client], dict[str, Any]]
     measure: Callable[[Client, dict[str, Any]], dict[str, Any]]
+    vocab_size: int = 2000
+    has_model: bool = False
+    """True if its base model is in the directory, and not the embedded model."""
+
+    def models(self, data_dir: Path) -> dict[str, Path]:
+        """Return the base models of its server, by name."""
+        return {MODEL: data_dir / "model" if self.has_model else DIRECTORIES[MODEL]}
+
+    def client(self, server: Server) -> Client:
+        """Return a client whose tokens the model has."""
+        return Client(server.base_url, self.vocab_size)
 
     @property
     def archive(self) -> Path:
@@ -282,19 +339,29 @@ class Made(NamedTuple):
 
 STOPPED = Made("directory-of-073f48b", fill, measure)
 KILLED = Made("directory-of-ab350a7", fill_killed, measure_killed)
+MIXTURE = Made("directory-of-b6afec41", fill_mixture, measure_mixture, vocab_size=300, has_model=True)
+
+
+def make_mixture(directory: Path) -> None:
+    """A mixture of a layer with four experts."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "tie_word_embeddings": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    make_tiny_of("qwen3_moe", directory, **sizes, **experts, mlp_only_layers=[])
 
 
 def main(checkout: Path, name: str) -> None:
-    made = {"stopped": STOPPED, "killed": KILLED}[name]
+    made = {"stopped": STOPPED, "killed": KILLED, "mixture": MIXTURE}[name]
     DATA.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         data_dir, again = Path(scratch) / "data", Path(scratch) / "again"
-        models = {MODEL: DIRECTORIES[MODEL]}
-        settings = {"session_timeout_s": 2} if made is STOPPED else {"snapshot_every_s": SNAPSHOT_EVERY_S}
-        server = Server(data_dir, models, checkout=checkout, **settings).start()
-        parts = made.fill(Client(server.base_url))
-        if made is STOPPED:
-            while len(list(data_dir.glob("checkpoints/*/suspended/*"))) < 2:
+        if made.has_model:
+            make_mixture(data_dir / "model")
+        settings = {"snapshot_every_s": SNAPSHOT_EVERY_S} if made is KILLED else {"session_timeout_s": 2}
+        server = Server(data_dir, made.models(data_dir), checkout=checkout, **settings).start()
+        parts = made.fill(made.client(server))
+        if made is not KILLED:
+            suspended, count = ("suspended", 2) if made is STOPPED else ("snapshots", 1)
+            while len(list(data_dir.glob(f"checkpoints/*/{suspended}/*"))) < count:
                 time.sleep(0.2)
             server.stop()
         else:
@@ -305,8 +372,8 @@ def main(checkout: Path, name: str) -> None:
         with tarfile.open(made.archive, "w:xz") as tar:
             tar.add(data_dir, ".")
         shutil.copytree(data_dir, again)
-        server = Server(again, models, checkout=checkout).start()
-        expected = made.measure(Client(server.base_url), parts)
+        server = Server(again, made.models(again), checkout=checkout).start()
+        expected = made.measure(made.client(server), parts)
         server.stop()
     made.expected.write_text(json.dumps({"parts": parts, "expected": expected}, indent=1, ensure_ascii=False) + "\n")
 

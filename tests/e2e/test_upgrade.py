@@ -4,7 +4,8 @@ The archives in `tests/data` and the `.json` beside each were made by the server
 `git worktree add /tmp/old 073f48b && python -m tests.e2e.old_directory /tmp/old stopped`. That one holds a training
 checkpoint, named, unnamed and exported weights, two suspended models, one with a gradient, finished futures and two
 sessions. The server of ab350a7 was killed: its directory holds a snapshot, two logs, an image in one of them, and an
-operation that waits.
+operation that waits. That of b6afec41 holds a mixture of experts, and a run of it with a gradient: every expert has an
+adapter of its own, in names that expert by expert are those of PEFT.
 """
 
 import asyncio
@@ -15,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.old_directory import KILLED, MODEL, STOPPED, Client, Made, copy_database, make_young
+from tests.e2e.old_directory import KILLED, MIXTURE, STOPPED, Made, copy_database, make_young
 from tests.servers import Server
-from tinker_server.embedded import DIRECTORIES
 
 
 def approximately(value: Any) -> Any:
@@ -40,9 +40,9 @@ def unpack(made: Made, data_dir: Path) -> None:
 
 def require_same_numbers(made: Made, data_dir: Path, **settings: Any) -> None:
     recorded = json.loads(made.expected.read_text())
-    server = Server(data_dir, {MODEL: DIRECTORIES[MODEL]}, **settings).start()
+    server = Server(data_dir, made.models(data_dir), **settings).start()
     try:
-        measured = made.measure(Client(server.base_url), recorded["parts"])
+        measured = made.measure(made.client(server), recorded["parts"])
     finally:
         assert server.stop() == 0
     for name, expected in recorded["expected"].items():
@@ -69,3 +69,9 @@ def test_snapshots_and_logs_of_an_older_server_that_was_killed_give_its_models_a
         for part in data_dir.glob(f"{file.name}*"):
             part.unlink()
         require_same_numbers(KILLED, data_dir, database_url=database_url)
+
+
+@pytest.mark.slow
+def test_a_mixtures_run_from_before_shared_factors_goes_on_with_an_adapter_of_each_expert(tmp_path: Path) -> None:
+    unpack(MIXTURE, tmp_path / "data")
+    require_same_numbers(MIXTURE, tmp_path / "data")
