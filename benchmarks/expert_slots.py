@@ -27,16 +27,16 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.models import make_tiny_vl
 from tinker_server.api_schemas.training import Layout, Trainable
 from tinker_server.backends.config import BackendConfig
-from tinker_server.backends.configure.create import LocalModel, make_models
 from tinker_server.backends.configure.describe import FoundModel, describe_models
+from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.trainer.checkpoint_files import write_adapter, write_directory
 
 FORMS: tuple[Layout, ...] = ("own", "service")
 
 
-def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
+def make_adapter(directory: Path, renderer: Renderer, seed: int) -> Path:
     """Make a small random adapter of the decoder's layers, whose experts share factors."""
-    config, generator = model.renderer.config.get_text_config(), torch.Generator().manual_seed(seed)
+    config, generator = renderer.config.get_text_config(), torch.Generator().manual_seed(seed)
     hidden, inner, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
     heads, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
     linears = {"q_proj": (hidden, heads), "k_proj": (hidden, keys), "v_proj": (hidden, keys), "o_proj": (heads, hidden)}
@@ -61,15 +61,14 @@ def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
 async def measure(found: FoundModel, form: Layout, scratch: Path, given: argparse.Namespace) -> None:
     """Measure an engine with slots of this form."""
     spec = replace(found.spec, expert_slots=form, scratch_dir=scratch / "scratch" / form)
-    model = make_models({NAME: replace(found, spec=spec)})[NAME]
     slot_bytes = replace(found.size, expert_slots=form).slot_bytes(RANK)
-    ours = Ours(model)
-    await model.sampler.start()
-    adapters = [make_adapter(scratch / f"{form}-{number}", model, number) for number in range(given.adapters)]
+    ours = Ours(spec)
+    await ours.start()
+    adapters = [make_adapter(scratch / f"{form}-{number}", found.renderer, number) for number in range(given.adapters)]
     loads = []
     for weights in adapters:
         began = time.perf_counter()
-        await model.sampler.publish(weights, "bench")
+        await ours.sampler.publish(weights, "bench")
         loads.append(time.perf_counter() - began)
     print(f"{form}: slot {slot_bytes / 2**30:.3f} GiB, load {', '.join(f'{load:.2f}' for load in loads)} s", flush=True)
     for count in given.sequences:

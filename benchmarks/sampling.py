@@ -34,6 +34,7 @@ from tinker_server.backends.configure.create import LocalModel, make_models
 from tinker_server.backends.configure.describe import describe_models
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.protocol import SamplingTask
+from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.backends.trainer.checkpoint_files import write_adapter, write_directory
 
 NAME, RANK = "bench/model", 32
@@ -127,16 +128,20 @@ class Bare:
 
 
 class Ours:
-    """`protocol.Sampler`: a child process and its engine."""
+    """`protocol.Sampler`: a child process and its engine, of which no trainer's scores are asked."""
 
-    def __init__(self, model: LocalModel) -> None:
-        self._sampler = model.sampler
+    def __init__(self, spec: ModelSpec) -> None:
+        self.sampler = SamplerPool(spec)
+
+    async def start(self) -> None:
+        """Start the engine."""
+        await self.sampler.start()
 
     async def draw(self, work: Round) -> None:
-        await asyncio.gather(*(self._sampler.sample(task) for task in tasks(work)))
+        await asyncio.gather(*(self.sampler.sample(task) for task in tasks(work)))
 
     async def stop(self) -> None:
-        await self._sampler.stop()
+        await self.sampler.stop()
 
 
 def tasks(work: Round) -> list[SamplingTask]:
@@ -193,8 +198,8 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
     if given.profile is not None:
         await profiled(model.info, work, given.rounds, given.profile)
         return
-    ours = Ours(model)
-    await model.sampler.start()
+    ours = Ours(model.spec)
+    await ours.start()
     bare = Bare(model.info, model)
     await bare.start()
     await compare(bare, ours, work, given.rounds)
