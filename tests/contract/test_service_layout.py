@@ -195,11 +195,17 @@ WITHOUT_EXPERTS: Mapping[Layout, tuple[str, ...]] = {"own": ("attention",), "ser
 """Models that train none, so that slots of each form take them."""
 
 
+ENGINES: list[tuple[str, Layout, int]] = [
+    *((family, slots, 1) for family in IN_ENGINE for slots in get_args(Layout)),
+    *((family, "service", 2) for family in ("Nemotron-3", "DeepSeek-V3")),
+]
+"""Kinds of models, forms of slots, and numbers of ranks, each of which has the factors whole that experts share."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", get_args(Layout))
-@pytest.mark.parametrize("family", IN_ENGINE)
+@pytest.mark.parametrize(("family", "slots", "num_ranks"), ENGINES)
 async def test_the_engine_scores_the_services_modules_as_the_trainer(
-    family: str, slots: Layout, tmp_path: Path
+    family: str, slots: Layout, num_ranks: int, tmp_path: Path
 ) -> None:
     source = FAMILIES[family](tmp_path / "model")
     renderer = make_renderer(source)
@@ -215,7 +221,7 @@ async def test_the_engine_scores_the_services_modules_as_the_trainer(
         export.write_both_forms(tmp_path / f"{name}-export")
     directories = [(name, tmp_path / f"{name}{form}") for name in models for form in ("", f"-export/{export.PEFT}")]
     spec = replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype, expert_slots=slots)
-    running = SamplerPool(spec, fork_sampler)
+    running = SamplerPool(replace(spec, tensor_parallel=num_ranks), fork_sampler)
     await running.start()
     try:
         differences = []
