@@ -156,17 +156,12 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         slots_N = context.punica_wrapper.token_lora_indices[rows]
         halves = [getattr(context, f"{name}_lora_{half}_stacked") for half in "ab"]
         for slot, mine in rows_by_slot(slots_N, len(x)):
-            parts = [
-                x[mine] @ _of_expert(a_SERI[slot], expert).T @ _of_expert(b_SEOR[slot], expert).T
+            parts = [  # a factor that all experts share is there once
+                x[mine] @ a_SERI[slot, expert % a_SERI.shape[1]].T @ b_SEOR[slot, expert % b_SEOR.shape[1]].T
                 for a_SERI, b_SEOR in zip(*halves, strict=True)
             ]
             y.index_add_(0, mine, torch.cat(parts, -1).to(y.dtype))
         return y
-
-
-def _of_expert(factors: Tensor, expert: int) -> Tensor:
-    """Return the factor of an expert, of those of each, or of the only factor, which all share."""
-    return factors[0 if len(factors) == 1 else expert]
 
 
 def _plus(product: Tensor, bias: Tensor | None, expert: int) -> Tensor:
