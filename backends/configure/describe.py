@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.memory_plan import Demand, Machine, MemoryPlan
 from tinker_server.backends.configure.model_size import ModelSize, model_size
@@ -55,11 +54,6 @@ class FoundModel:
     demand: Demand | None = None
     """What memory is planned for; None before the plan."""
 
-    def with_slots(self, form: Layout) -> "FoundModel":
-        """Return the model with engines whose slots for experts have another form."""
-        spec = replace(self.spec, expert_slots=form)
-        return replace(self, spec=spec, size=replace(self.size, expert_slots=form))
-
 
 def describe_models(
     config: BackendConfig, machine: Machine | None = None, own_experts: Set[str] = frozenset()
@@ -77,9 +71,11 @@ def describe_models(
     for name, directory in directories.items():
         if directory not in found:
             found[directory] = find(name, directory, config, machine, number=len(found))
-        if name in own_experts and found[directory].spec.expert_slots != "own":
+        model = found[directory]
+        if name in own_experts and model.spec.expert_slots != "own":
             log.info("%s: slots have factors of each expert, as runs or weights have in the data directory", name)
-            found[directory] = found[directory].with_slots("own")
+            spec, size = replace(model.spec, expert_slots="own"), replace(model.size, expert_slots="own")
+            found[directory] = replace(model, spec=spec, size=size)
     if config.replay_routing and all(model.spec.routing_dir is None for model in found.values()):
         raise BackendFailed(
             "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"
