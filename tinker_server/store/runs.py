@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import JSON, ColumnElement, Select, Table, func, or_, select, type_coerce, update
+from sqlalchemy import JSON, Select, Table, func, or_, select, true, type_coerce, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.backends.lru import LRU
@@ -41,12 +41,14 @@ class RunStore:
     async def bases_with_own_experts(self) -> frozenset[str]:
         """Return the base models with a run that can go on, or saved weights, whose experts may have factors of their
         own: of the layout `own`, which is that of records that name none."""
-        queries = [
-            select(row.base_model).where(_has_own_experts(row)).distinct() for row in (TrainingRunRow, CheckpointRow)
-        ]
-        queries[0] = queries[0].where(TrainingRunRow.status != "lost")
+        found: set[str] = set()
         async with self._db.read() as session:
-            return frozenset([name for query in queries for name in await session.scalars(query)])
+            for row, is_there in ((TrainingRunRow, TrainingRunRow.status != "lost"), (CheckpointRow, true())):
+                trainable = type_coerce(row.trainable, JSON)
+                layout, train_mlp = trainable["layout"].as_string(), trainable["train_mlp"].as_boolean()
+                is_own = or_(layout.is_(None), layout == "own") & or_(train_mlp.is_(None), train_mlp)
+                found.update(await session.scalars(select(row.base_model).where(is_there, is_own).distinct()))
+        return frozenset(found)
 
     async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
         """Store a run; for copied weights also their checkpoint, whose model is never in memory.
@@ -238,9 +240,3 @@ class RunStore:
 
 def _unknown(model_id: str) -> UnknownModel:
     return UnknownModel(f"no model has the id {model_id!r}")
-
-
-def _has_own_experts(row: type[TrainingRunRow] | type[CheckpointRow]) -> ColumnElement[bool]:
-    trainable = type_coerce(row.trainable, JSON)
-    layout, train_mlp = trainable["layout"].as_string(), trainable["train_mlp"].as_boolean()
-    return or_(layout.is_(None), layout == "own") & or_(train_mlp.is_(None), train_mlp)
