@@ -10,7 +10,7 @@ from typing import Literal
 from tests.published import COOKBOOK, OTHERS
 from tinker_server.api_schemas.training import Layout as LoraLayout
 from tinker_server.backends.config import BackendConfig
-from tinker_server.backends.configure.describe import packed, read_size
+from tinker_server.backends.configure.describe import pack_linears, read_size
 from tinker_server.backends.configure.model_size import ModelSize
 from tinker_server.backends.families.coverage import decoder_linears
 from tinker_server.backends.formats.block_fp8 import BLOCK
@@ -48,4 +48,8 @@ def shape(
             models={name: name}, train_vision=train_vision, base_precision=precision, lora_layout=lora_layout
         )
         renderer, size = read_size(name, Path(directory), settings, "cuda")
-        return packed(size, decoder_linears(renderer.family, renderer.config, directory).values()) if in_fp8 else size
+        return (
+            pack_linears(size, decoder_linears(renderer.family, renderer.config, directory).values())
+            if in_fp8
+            else size
+        )
