@@ -57,6 +57,8 @@ class OwnedRun(Response):
     """A run of any owner."""
 
     run_id: ModelId
+    name: str
+    """The name that its owner gave it; empty if there is none."""
     owner: Owner
     base_model: BaseModelName
     lora_rank: int | None

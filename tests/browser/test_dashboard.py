@@ -229,7 +229,7 @@ def test_a_photograph_is_talked_about_with_two_models_side_by_side(
     (tmp_path / "photo.jpg").write_bytes(PHOTO)
     page = seen.open("/playground")
     page.get_by_label("Two models side by side").check()
-    page.get_by_label("Message").fill("What is on this photograph?")
+    page.get_by_label("Message", exact=True).fill("What is on this photograph?")
     page.get_by_label("Image").set_input_files(tmp_path / "photo.jpg")
     page.get_by_label("Seed").fill("7")
     page.get_by_role("button", name="Send").click()
@@ -243,7 +243,7 @@ def test_a_photograph_is_talked_about_with_two_models_side_by_side(
     assert all(PHOTO_IN_BASE64 in json.dumps(body["messages"]) for body in asked)
     page.get_by_role("region", name="Model 1").get_by_role("combobox").select_option("Another path…")
     page.get_by_label("Path of the weights of model 1").fill("no/such-model")
-    page.get_by_label("Message").fill("Hello?")
+    page.get_by_label("Message", exact=True).fill("Hello?")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("log", name="Conversation 1").locator(".wrong")).to_contain_text("no/such-model")
     seen.errors.clear()  # the browser itself logs the refusal
@@ -261,7 +261,7 @@ def test_the_playground_asks_a_checkpoint_with_a_system_prompt_and_shows_how_lik
         model = page.get_by_role("region", name="Model 1").get_by_role("combobox")
         expect(model).to_have_value(path)
     expect(model.locator("optgroup")).to_have_count(2)
-    log, message = page.get_by_role("log", name="Conversation 1"), page.get_by_label("Message")
+    log, message = page.get_by_role("log", name="Conversation 1"), page.get_by_label("Message", exact=True)
     over, below = log.bounding_box(), message.bounding_box()
     assert over is not None and below is not None and over["y"] + over["height"] <= below["y"]
     page.get_by_label("System prompt").fill("Answer in verse.")

@@ -3,7 +3,9 @@
 import asyncio
 import re
 import time
+from typing import Literal
 
+import pytest
 from playwright.sync_api import ViewportSize, expect
 
 from tests.browser.learning import LearningBackend
@@ -212,3 +214,25 @@ def test_administrators_alone_have_the_page_of_owners_and_stop_a_run_there(
     seen.answer(f"Stop run {run_id[:8]}:train:0 (bob)", yes=True)
     expect(stop).to_have_count(0)
     expect(page.get_by_role("row", name=re.compile(run_id[:8]))).to_contain_text("ended")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_usage_and_the_audit_log_are_reached_and_have_no_serious_fault_of_access(
+    seen: Watched, run_id: str, scheme: Literal["light", "dark"]
+) -> None:
+    seen.page.emulate_media(color_scheme=scheme)
+    for size in (NARROW, WIDE):
+        seen.page.set_viewport_size(size)
+        page = seen.open("/")
+        page.get_by_role("link", name="Usage").click()
+        expect(page.get_by_role("region", name="Usage by owner")).to_contain_text("alice")
+        expect(page.get_by_role("region", name="Usage by day")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert seen.violations() == []
+        page.get_by_role("link", name="Audit log").click()
+        expect(page.get_by_role("region", name="Audit log")).to_contain_text("step-40")
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert seen.violations() == []
+    page.get_by_label("Day (UTC)").fill("2020-01-01")
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_text("No changes on 2020-01-01.")).to_be_visible()

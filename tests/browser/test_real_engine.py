@@ -160,7 +160,7 @@ def test_two_models_are_asked_about_a_photograph(
     page.get_by_label("Two models side by side").check()
     page.get_by_role("region", name="Model 2").get_by_role("combobox").select_option(real.path)
     page.get_by_label("Log probabilities").check()
-    page.get_by_label("Message").fill("What is the name of the subject in this photo?")
+    page.get_by_label("Message", exact=True).fill("What is the name of the subject in this photo?")
     page.get_by_label("Maximum tokens").fill("16")
     page.get_by_label("Image").set_input_files(tmp_path / "photo.jpg")
     page.get_by_role("button", name="Send").click()

@@ -108,6 +108,15 @@ def test_without_keys_nobody_is_an_administrator(tmp_path: Path) -> None:
         server.stop()
 
 
+def test_an_administrator_sees_the_names_that_owners_gave_their_runs(house: House) -> None:
+    named = house.alice.new_run({"name": "<b>colours</b>"})
+    assert house.runs()[named]["name"] == "<b>colours</b>"
+    with Owner(house.server, house.root_key) as root:
+        page = root.sign_in().get("/owners").text
+    assert f'title="{named}">&lt;b&gt;colours&lt;/b&gt;<small>{named[:8]}:train:0</small>' in page
+    assert "Stop run &lt;b&gt;colours&lt;/b&gt; (alice)" in page
+
+
 def test_an_administrator_sees_what_each_owner_has_and_uses(house: House) -> None:
     before = house.owners()
     run_id = house.alice.new_run()
@@ -125,7 +134,7 @@ def test_an_administrator_sees_what_each_owner_has_and_uses(house: House) -> Non
     assert (alice["keys"], after["prometheus"]["keys"]) == (2, 1)
     run = house.runs()[run_id]
     assert (run["owner"], run["place"], run["steps"], run["tokens"]) == ("alice", "memory", 2, 2)
-    assert run["memory_bytes"] == SIZE_BYTES and run["lora_rank"] == 8
+    assert run["memory_bytes"] == SIZE_BYTES and run["lora_rank"] == 8 and run["name"] == ""
     assert run_id in house.runs(owner="alice") and house.runs(owner="bob") == {}
     assert list(house.runs(limit="1")) == [run_id], "the newest is the first"
 

@@ -54,12 +54,26 @@ def owners_table(found: dict[str, Any]) -> Table:
 def runs_table(found: dict[str, Any]) -> Table:
     """Make a table of the newest runs of all owners."""
     title = f"runs: {found['cursor']['total_count']}"
-    names = ("run", "owner", "base model", "rank", "place", "device memory", "running", "waiting", "steps", "tokens")
+    names = (
+        "run",
+        "name",
+        "owner",
+        "base model",
+        "rank",
+        "place",
+        "device memory",
+        "running",
+        "waiting",
+        "steps",
+        "tokens",
+    )
     table = Table(*names, title=title, title_justify="left")
     for run in found["runs"]:
         rank, memory = str(run["lora_rank"] or "all"), f"{run['memory_bytes'] / GIB:.2f} GiB"
         work = (run[name] for name in ("operations_running", "operations_waiting", "steps", "tokens"))
-        table.add_row(run["run_id"], run["owner"], run["base_model"], rank, run["place"], memory, *map(str, work))
+        table.add_row(
+            run["run_id"], run["name"], run["owner"], run["base_model"], rank, run["place"], memory, *map(str, work)
+        )
     return table
 
 

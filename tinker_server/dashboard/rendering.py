@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from tinker_server.dashboard.code import Code
 from tinker_server.release import release
 from tinker_server.web.prefix import prefix_of
 
@@ -107,8 +108,8 @@ def base_of(request: Request) -> str:
 
 def page(request: Request, template: str, values: Mapping[str, object], status: int = 200) -> HTMLResponse:
     """Render a page or a part of one. The template's `viewer` is the person signed in, or None."""
-    viewer = getattr(request.state, "viewer", None)
-    text = _ENVIRONMENT.get_template(template).render(
-        {"base": base_of(request), "viewer": viewer, "path": request.url.path, "release": release(), **values}
-    )
+    viewer, base = getattr(request.state, "viewer", None), base_of(request)
+    code = Code(f"{str(request.base_url).rstrip('/')}{base}", viewer is not None and viewer.has_signed_in)
+    common = {"base": base, "viewer": viewer, "path": request.url.path, "release": release(), "code": code}
+    text = _ENVIRONMENT.get_template(template).render({**common, **values})
     return HTMLResponse(text, status)

@@ -1,6 +1,6 @@
 """Routes for administrators: all owners with what they have and use, their runs and keys; unloading and stopping runs.
 
-Prompts, samples, checkpoints and curves stay with their owners: an administrator sees only how much there is.
+Prompts, samples, checkpoints and curves stay with their owners: of them an administrator sees only how much there is.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from tinker_server.api_schemas.sessions import FinishReason, FinishSessionReques
 from tinker_server.auth.described import describe_keys
 from tinker_server.errors import AdministratorsOnly, Cancelled, UnknownModel
 from tinker_server.operations.recording import is_optim_step
+from tinker_server.store.catalog import title_of
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.usage import HOUR_S
 from tinker_server.web.deps import Administrator, Server, Services
@@ -132,6 +133,7 @@ async def _make_runs(server: Services, runs: list[TrainingRun]) -> list[OwnedRun
     return [
         OwnedRun(
             run_id=run.model_id,
+            name=title_of(run, await server.sessions.get(run.session_id)),
             owner=run.owner,
             base_model=run.base_model,
             lora_rank=run.trainable.lora_rank,

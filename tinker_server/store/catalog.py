@@ -46,6 +46,11 @@ class Page:
     project_id: str | None = None
 
 
+def title_of(run: TrainingRun, session: Session) -> str:
+    """Return a run's name for people: the name given on the dashboard, else the client's; empty if there is none."""
+    return run.name or str((run.user_metadata or {}).get("name") or "") or session.display_name or ""
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """A run as it is shown."""
@@ -58,9 +63,8 @@ class RunRecord:
 
     @property
     def title(self) -> str:
-        """Name for people: the name given on the dashboard, else the client's; empty if there is none."""
-        metadata = self.run.user_metadata or {}
-        return self.run.name or str(metadata.get("name") or "") or self.session.display_name or ""
+        """Name for people; empty if there is none."""
+        return title_of(self.run, self.session)
 
     @property
     def tags(self) -> list[str]:

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk
 from tinker_server.backends.protocol import BaseModel
+from tinker_server.dashboard.code import Draw
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.curves import important_of
 from tinker_server.dashboard.rendering import page
@@ -86,7 +87,9 @@ async def show_sample(request: Request, sample_id: str, server: Server, viewer: 
     shown = _require(server, viewer, sample_id)
     parts, completions = await off_loop(viewer.owner, shown.size_bytes, _opened, server, shown)
     origin = await _origin(server, viewer, shown)
-    values = {"shown": shown, "origin": origin, "parts": parts, "completions": completions}
+    of, is_unnamed = shown.of, shown.of.directory is not None and shown.of.model_path is None
+    draw = None if is_unnamed else Draw(of.base_model, of.model_path, shown.prompt, shown.params, shown.num_samples)
+    values = {"shown": shown, "origin": origin, "parts": parts, "completions": completions, "draw": draw}
     return page(request, "sample.html", values)
 
 
