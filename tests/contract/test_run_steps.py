@@ -118,3 +118,26 @@ def test_a_batch_whose_loss_is_not_known_here_keeps_nothing_and_trains(alice: Ow
     alice.train_on(forward_backward_body(run_id, 2))
     assert "cross_entropy" not in datums(alice, run_id, "Datums with the largest")
     assert len(alice.server.app.state.services.gallery.batches_of_run("alice", run_id)) == 1
+
+
+def test_saves_evaluations_and_restarts_of_the_server_are_marks_on_the_curves(tmp_path: Path) -> None:
+    server, (key,) = with_keys(tmp_path, "alice")
+    with Owner(server, key) as alice:
+        run_id = alice.sign_in().new_run()
+        alice.train_and_sample(run_id, range(3))
+        alice.report(run_id, 1, **{"test/accuracy": 0.5, "reward": 1.0})
+        found = alice.get(f"/runs/{run_id}/marks.json").json()
+        assert sorted((save["name"], save["step"]) for save in found["saves"]) == [
+            (f"sampler_weights/at-{step}", step) for step in range(3)
+        ]
+        assert [mark["step"] for mark in found["evaluations"]] == [1] and found["restarts"] == []
+    server.stop()
+    server = Running(tmp_path / "data", keys_file=tmp_path / "keys")
+    with Owner(server, key) as alice:
+        started = time.time()
+        body = forward_backward_body(run_id, 10)
+        alice.sign_in().train_on(body)
+        (restart,) = alice.get(f"/runs/{run_id}/marks.json").json()["restarts"]
+        assert restart["at"] == pytest.approx(started, abs=10)
+        assert [line["measure"] for line in alice.get("/machine/history.json").json()["lines"]] == []
+    server.stop()

@@ -1,4 +1,4 @@
-"""Records the machine's load: it is read every few seconds, and the mean of a minute is stored."""
+"""Records the server's start, and the machine's load: read every few seconds, and stored as the mean of a minute."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from statistics import fmean
 
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.routes.metrics_collect import distinct, engine_uses
-from tinker_server.store.machine_history import Measure
+from tinker_server.store.machine_history import STARTED, Measure
 from tinker_server.web.deps import Services
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,8 @@ _RATES = {"training": "trained_tokens_per_s", "sampled": "sampled_tokens_per_s"}
 
 
 async def record_loads(server: Services) -> None:
-    """Record for as long as the server lives."""
+    """Record the start, then the load for as long as the server lives."""
+    await _put(server, {(STARTED, ""): 1.0})
     counted, since = dict(server.usage.totals), time.monotonic()
     while True:
         readings: list[Mapping[Measure, float]] = []
@@ -33,12 +34,16 @@ async def record_loads(server: Services) -> None:
             if kind in _RATES
         }
         counted, since = now, time.monotonic()
-        try:
-            await server.machine_history.put(means(readings) | rates, time.time())
-        except DatabaseUnavailable as error:
-            log.warning("failed to store a minute of the machine's load: %s", error)
-        except Exception:  # the server must not stop for it
-            log.exception("failed to store a minute of the machine's load")
+        await _put(server, means(readings) | rates)
+
+
+async def _put(server: Services, values: Mapping[Measure, float]) -> None:
+    try:
+        await server.machine_history.put(values, time.time())
+    except DatabaseUnavailable as error:
+        log.warning("failed to store a minute of the machine's load: %s", error)
+    except Exception:  # the server must not stop for it
+        log.exception("failed to store a minute of the machine's load")
 
 
 def means(readings: Sequence[Mapping[Measure, float]]) -> dict[Measure, float]:

@@ -1,4 +1,4 @@
-"""The machine's load over the last day: a value of each measure and minute."""
+"""The machine's load over the last day, a value of each measure and minute; and when the server started."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,12 +6,14 @@ from typing import cast
 
 from sqlalchemy import Table, select
 
-from tinker_server.store.database import Database, delete_before
+from tinker_server.store.database import Database, delete_where
 from tinker_server.store.tables import MachineLoadRow
 
 LOADS = cast(Table, MachineLoadRow.__table__)
 _OF = LOADS.c
 KEPT_S = 24 * 3600.0
+STARTED, STARTS_KEPT_S = "server_started", 90 * KEPT_S
+"""A row of this measure says when the server started."""
 
 Measure = tuple[str, str]
 """A measure, such as `kv_cache_used`, and its base model or GPU; "" for the whole machine."""
@@ -38,11 +40,20 @@ class MachineHistory:
             rows = [{"measure": measure, "of": of, "at": at, "value": value} for (measure, of), value in values.items()]
             async with self._db.write() as session:
                 await session.execute(insert, rows)
-        await delete_before(self._db, LOADS, at - KEPT_S)
+        is_start = _OF.measure == STARTED
+        await delete_where(self._db, LOADS, (_OF.at < at - KEPT_S) & ~is_start)
+        await delete_where(self._db, LOADS, (_OF.at < at - STARTS_KEPT_S) & is_start)
+
+    async def starts_between(self, first: float, last: float) -> list[float]:
+        """Return when the server started within a time."""
+        query = select(_OF.at).where(_OF.measure == STARTED, _OF.at.between(first, last)).order_by(_OF.at)
+        async with self._db.read() as session:
+            return list(await session.scalars(query))
 
     async def since(self, at: float) -> dict[Measure, Line]:
         """Return the values since a time, by measure."""
-        query = select(_OF.measure, _OF.of, _OF.at, _OF.value).where(_OF.at >= at).order_by(_OF.at)
+        query = select(_OF.measure, _OF.of, _OF.at, _OF.value).where(_OF.at >= at, _OF.measure != STARTED)
+        query = query.order_by(_OF.at)
         found: dict[Measure, Line] = {}
         async with self._db.read() as session:
             for measure, of, taken_at, value in await session.execute(query):

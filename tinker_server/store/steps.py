@@ -91,6 +91,17 @@ class StepStore:
             row = (await session.execute(query)).mappings().first()
         return None if row is None else Step(**row)
 
+    async def steps_taken(self, model_id: str, seq_ids: Sequence[int]) -> dict[int, int]:
+        """Return the steps of a run before each of these operations; those before its first are left out."""
+        found: dict[int, int] = {}
+        async with self._db.read() as session:
+            for seq_id in seq_ids:
+                mine = (_OF.model_id == model_id) & (_OF.seq_id < seq_id)
+                query = select(_OF.step, _OF.learning_rate).where(mine).order_by(_OF.seq_id.desc()).limit(1)
+                if (row := (await session.execute(query)).first()) is not None:
+                    found[seq_id] = row.step + (row.learning_rate is not None)
+        return found
+
     async def points(self, model_id: str, first: int, last: int, most: int) -> list[Point]:
         """Return the steps from `first` to `last` in order, as at most `most` groups of equal size."""
         size = max(1, -(-(last - first + 1) // most))

@@ -10,6 +10,7 @@ from tinker_server.dashboard.pages import (
     keys,
     live,
     machine,
+    marks,
     owners,
     playground,
     records,
@@ -24,7 +25,7 @@ from tinker_server.dashboard.pages import (
 from tinker_server.dashboard.rendering import FOLDER
 
 ROUTERS = (
-    *(sign_in, live, runs, checkpoints, curves, run_changes, run_steps, step_datums, run),
+    *(sign_in, live, runs, checkpoints, curves, marks, run_changes, run_steps, step_datums, run),
     *(samples, playground, machine, keys, owners, records, console),
 )
 

@@ -1,5 +1,7 @@
 // A run's curves, plotted with uPlot and fetched again while the run continues, with other runs drawn over them.
 
+import { addTools } from "./chart_tools.js";
+import { drawMarks, fetchMarks } from "./marks.js";
 import { changeAddress, chosenStep, follow, scrub } from "./scrub.js";
 import { AXIS, MOMENT } from "./times.js";
 
@@ -24,7 +26,21 @@ const axis = document.getElementById("axis");
 const log = document.getElementById("log");
 const others = document.getElementById("others");
 const charts = new Map();
-let runs = [], range = null, timer = null, isFetching = false, isRequested = false;
+const from = document.getElementById("range-first"), to = document.getElementById("range-last");
+let runs = [], range = readRange(), timer = null, isFetching = false, isRequested = false;
+
+// The steps that the address asks for.
+function readRange() {
+  const query = new URLSearchParams(window.location.search);
+  const [first, last] = ["first", "last"].map((name) => Number.parseInt(query.get(name), 10));
+  return first >= 0 && last > first ? [first, last] : null;
+}
+
+function setRange(wanted) {
+  range = wanted;
+  changeAddress((query) => ["first", "last"].forEach((name, index) => (wanted ? query.set(name, wanted[index]) : query.delete(name))));
+  refresh();
+}
 
 async function fetched(run, file, query) {
   const answer = await fetch(`${box.dataset.url}${encodeURIComponent(run)}/${file}?${query}`);
@@ -106,7 +122,7 @@ function options(curve, place) {
     scales: { x: { time: axis.value === "at" }, y: isLog(curve) ? { distr: LOG } : {} },
     legend: { live: true },
     cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, bind: { mousedown: onlyWithShift } },
-    hooks: { setCursor: [showLegend], draw: [(plot) => drawChosen(plot, curve)], setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
+    hooks: { setCursor: [showLegend], draw: [(plot) => drawMarks(plot, (mark) => markPlace(curve, mark), color), (plot) => drawChosen(plot, curve)], setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
   };
 }
 
@@ -132,6 +148,15 @@ function placeOf(curve, wanted) {
   const { step, at } = values(runs[0], curve);
   const index = step.findIndex((number) => number >= wanted);
   return index < 0 ? null : at[index];
+}
+
+// A restart has no step: it comes before the first step that ended after it.
+function markPlace(curve, mark) {
+  if (axis.value === "at") return mark.at;
+  if (mark.step !== undefined) return mark.step;
+  const { step, at } = values(runs[0], curve);
+  const index = at.findIndex((time) => time >= mark.at);
+  return index < 0 ? null : step[index];
 }
 
 // A line across the curve at the chosen step.
@@ -160,8 +185,7 @@ function zoomTo(from, to, curve, plot) {
   }
   const end = runs[0].last_step, first = Math.max(0, Math.floor(from)), last = Math.min(end, Math.ceil(to));
   if (last - first < 1) return;
-  range = first === 0 && last === end ? null : [first, last];
-  refresh();
+  setRange(first === 0 && last === end ? null : [first, last]);
 }
 
 const ZOOMS = {
@@ -199,6 +223,7 @@ function drawIn(parent, curves) {
     const plot = new uPlot(options(curve, place), tables(curve), place);
     scrub(plot, (x) => stepAt(curve, x));
     charts.set(curve.name, { figure, place, plot, isLog: isLog(curve) });
+    addTools(figure, curve.title, () => charts.get(curve.name).plot);
     describe(figure, curve);
   }
 }
@@ -215,6 +240,8 @@ function draw() {
   drawIn(box, CURVES);
   list();
   follow(runs[0].last_step, charts.size === 0);
+  const [firstStep, lastStep] = range ?? [0, runs[0].last_step];
+  if (![from, to].includes(document.activeElement)) [from.value, to.value] = [firstStep, lastStep];
 }
 
 // Names of the runs with their colours, where there are several.
@@ -254,7 +281,7 @@ async function refresh() {
     const open = more.open ? rest.slice(0, MOST_AT_ONCE) : [];
     const wanted = [{ run: box.dataset.run, name: box.dataset.name }, ...chosen()];
     const before = runs.map((run) => run.run).join();
-    const first = await fetchRun(wanted[0], open);
+    const [first] = await Promise.all([fetchRun(wanted[0], open), fetchMarks(`${box.dataset.url}${encodeURIComponent(box.dataset.run)}/marks.json`)]);
     const over = [...first.reported.important, ...open].slice(0, MOST_AT_ONCE);
     runs = [first, ...await Promise.all(wanted.slice(1).map((one) => fetchRun(one, over)))];
     if (before === runs.map((run) => run.run).join()) draw(); else redraw();
@@ -296,12 +323,20 @@ for (const button of document.querySelectorAll("[data-zoom]")) {
   button.addEventListener("click", () => {
     if (!runs.length) return;
     const wanted = ZOOMS[button.dataset.zoom](range ?? [0, runs[0].last_step], runs[0].last_step);
-    if (wanted === null) { range = null; refresh(); } else zoomTo(...wanted);
+    if (wanted === null) setRange(null); else zoomTo(...wanted);
   });
 }
-new ResizeObserver(() => {
-  for (const { place, plot } of charts.values()) {
-    if (Math.abs(plot.width - place.clientWidth) > 1) plot.setSize({ width: Math.max(240, place.clientWidth), height: HEIGHT });
+for (const input of [from, to]) {
+  input.addEventListener("change", () => runs.length && from.value !== "" && to.value !== "" && zoomTo(Number(from.value), Number(to.value)));
+}
+// In full screen a plot has all of the height below its title and above its legend.
+function fit() {
+  for (const { figure, place, plot } of charts.values()) {
+    const height = document.fullscreenElement === figure ? window.innerHeight - 130 : HEIGHT;
+    const width = Math.max(240, place.clientWidth);
+    if (Math.abs(plot.width - width) > 1 || plot.height !== height) plot.setSize({ width, height });
   }
-}).observe(box);
+}
+new ResizeObserver(fit).observe(document.querySelector(".plots"));
+document.addEventListener("fullscreenchange", () => window.requestAnimationFrame(fit));
 refresh();

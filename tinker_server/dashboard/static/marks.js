@@ -1,0 +1,56 @@
+// Marks on the curves of a run: saves (triangles), evaluations (diamonds) and restarts of the server (dashed lines).
+
+const SIZE = 5, EVERY_MS = 5000;
+const legend = document.getElementById("marks");
+let found = { saves: [], evaluations: [], restarts: [] }, fetchedAt = -EVERY_MS;
+
+// Fetches the marks again if they are older than a few seconds.
+export async function fetchMarks(url) {
+  if (performance.now() - fetchedAt < EVERY_MS) return;
+  fetchedAt = performance.now();
+  const answer = await fetch(url);
+  if (!answer.ok) return;
+  found = await answer.json();
+  const counts = { save: found.saves.length, evaluation: found.evaluations.length, restart: found.restarts.length };
+  for (const [kind, count] of Object.entries(counts)) {
+    const part = legend.querySelector(`[data-mark=${kind}]`);
+    part.hidden = count === 0;
+    part.querySelector("span").textContent = `${count} ${kind}${count === 1 ? "" : "s"}`;
+  }
+  legend.hidden = Object.values(counts).every((count) => count === 0);
+}
+
+const SHAPES = {
+  saves: (ctx, x, y) => { ctx.moveTo(x, y - 2 * SIZE); ctx.lineTo(x + SIZE, y); ctx.lineTo(x - SIZE, y); },
+  evaluations: (ctx, x, y) => { ctx.moveTo(x, y - 2 * SIZE); ctx.lineTo(x + SIZE, y - SIZE); ctx.lineTo(x, y); ctx.lineTo(x - SIZE, y - SIZE); },
+};
+
+// Places on the x axis; `xOf` turns a mark into a number there, or null.
+export function placesOf(xOf) {
+  return Object.entries(found).flatMap(([kind, marks]) => marks.map((mark) => ({ kind, x: xOf(mark) })).filter(({ x }) => x !== null));
+}
+
+export function drawMarks(plot, xOf, color) {
+  const { ctx, bbox } = plot, ratio = window.devicePixelRatio, bottom = bbox.top + bbox.height;
+  ctx.save();
+  for (const { kind, x } of placesOf(xOf)) {
+    if (x < plot.scales.x.min || x > plot.scales.x.max) continue;
+    const left = plot.valToPos(x, "x", true);
+    ctx.beginPath();
+    if (kind === "restarts") {
+      ctx.setLineDash([4 * ratio, 4 * ratio]);
+      ctx.strokeStyle = color("--warn");
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bottom);
+      ctx.stroke();
+    } else {
+      ctx.fillStyle = color(kind === "saves" ? "--good" : "--curve-2");
+      ctx.translate(left, bottom);
+      ctx.scale(ratio, ratio);
+      SHAPES[kind](ctx, 0, 0);
+      ctx.fill();
+      ctx.setTransform(1, 0, 0, 1, 0, 0);
+    }
+  }
+  ctx.restore();
+}
