@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -113,6 +114,22 @@ def test_keys_stay_valid_for_a_while_without_their_file_and_then_nobody_is_let_i
     file.with_name("aside").rename(file)
     assert keys.remove(file, "bob") == 1
     assert known.owner_of(kept) == "alice" and known.owner_of(removed) is None
+
+
+def test_a_key_that_is_removed_while_no_file_can_be_opened_is_gone_once_files_can(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    removed, kept = keys.add(file, "bob"), keys.add(file, "alice")
+    known = Keys(file)
+    keys.remove(file, "bob")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with file.open() as lowest:
+        next_free = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, limits[1]))
+    try:
+        assert known.owner_of(removed) == "bob", "for a while"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert known.owner_of(removed) is None and known.owner_of(kept) == "alice"
 
 
 def test_a_server_without_keys_closes_when_a_keys_file_comes_that_it_cannot_read(
