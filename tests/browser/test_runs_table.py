@@ -78,7 +78,7 @@ def test_groups_have_means_and_open_their_runs(table: Watched) -> None:
     expect(row).to_contain_text("0.75 ± 0.15")
     expect(page).to_have_url(re.compile("group=lr"))
     assert table.violations() == []
-    row.get_by_role("link").click()
+    row.get_by_role("link", name="1e-4", exact=True).click()
     expect(page.locator("tbody tr")).to_have_count(2)
     assert names(table) == ["run 2", "run 1"]
 
@@ -97,6 +97,41 @@ def test_the_table_is_whole_in_every_size(
         if folder is not None:
             page.screenshot(path=folder / f"runs-{scheme}-{width}.png", full_page=True)
     assert table.violations() == []
+
+
+def test_compared_runs_are_drawn_as_their_mean_and_band_beside_their_settings(
+    table: Watched, request: pytest.FixtureRequest
+) -> None:
+    page = table.page
+    page.goto(f"{table.url}/?group=lr")
+    page.get_by_role("link", name="Mean curves of 1e-4").click()
+    figure = page.locator("figure[data-curve='metric:env/all/reward/total']")
+    expect(figure.locator(".u-legend")).to_contain_text("mean of 2")
+    expect(page.get_by_label("Mean and band")).to_be_checked()
+    drawn = figure.locator("canvas")
+    before = drawn.evaluate("canvas => canvas.toDataURL()")
+    differences = page.get_by_role("region", name="Differences of settings")
+    expect(differences).to_contain_text("seed")
+    folder: Path | None = request.config.getoption("--pictures")
+    if folder is not None:
+        page.screenshot(path=folder / "band.png", full_page=True)
+    page.get_by_label("Mean and band").uncheck()
+    expect(figure.locator(".u-legend")).not_to_contain_text("mean of 2")
+    assert drawn.evaluate("canvas => canvas.toDataURL()") != before
+    expect(page).not_to_have_url(re.compile("band="))
+    assert table.violations() == []
+    page.set_viewport_size(NARROW)
+    page.wait_for_function("document.documentElement.scrollWidth <= 400")
+
+
+def test_the_mean_and_band_of_lines_are_those_of_their_values(table: Watched) -> None:
+    found = table.page.evaluate(
+        """async () => {
+            const { meanAndBand } = await import("/static/bands.js");
+            return meanAndBand([[[0, 1, 2], [1, null, 3]], [[0, 2, 4], [3, 5, 7]]]);
+        }"""
+    )
+    assert found == [[0, 2, 4], [2, 4, 7], [1, 3, 7], [3, 5, 7]]
 
 
 def test_runs_are_archived_restored_and_deleted(table: Watched) -> None:

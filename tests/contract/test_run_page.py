@@ -106,3 +106,30 @@ def test_a_run_whose_weights_are_sampled_from_is_sampling(alice: Owner) -> None:
         alice._result(accepted)
         assert '<span class="state sampling">sampling</span>' in seen and run_id in found, body
     assert '<span class="state idle">idle</span>' in alice.get(f"/runs/{run_id}/summary").text
+
+
+def test_the_settings_in_which_compared_runs_differ_are_a_table(alice: Owner, bob: Owner) -> None:
+    runs = [alice.new_run({"lr": rate, "task": "counting", "name": f"rate {rate}"}) for rate in ("1e-4", "3e-4")]
+    alice.train(runs[0], range(1))
+    text = alice.get(f"/runs/{runs[0]}/settings?with={runs[1]}").text
+    table = text.partition("Equal settings")[0]
+    rows = {
+        row[0]: row[1:] for row in re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td>', table)
+    }
+    assert rows.pop("metadata lr") == ("1e-4", "3e-4") and rows.pop("learning rate (last)") == ("0.25", "–")
+    assert set(rows) == {"seed"}
+    assert "metadata task" in text and ">counting<" in text and ">rate 1e-4<" in table
+    assert alice.get(f"/runs/{runs[0]}/settings").text.strip() == ""
+    foreign = bob.new_run()
+    assert alice.get(f"/runs/{runs[0]}/settings?with={foreign}").status_code == 404
+
+
+def test_a_group_leads_to_the_mean_curves_of_its_newest_runs(alice: Owner) -> None:
+    runs = [alice.new_run({"sweep": "mean"}) for _ in range(9)]
+    link = alice.get("/?group=sweep").text
+    assert "/compare?group=sweep&amp;in=mean&amp;only=true" in link
+    there = alice.pages.get("/compare", params={"group": "sweep", "in": "mean", "only": "true"}).headers["location"]
+    assert there.startswith(f"/runs/{runs[8]}?with=") and there.endswith("&band=true") and there.count("with=") == 7
+    page = alice.get(there).text
+    assert page.count(" checked>") == 8
+    assert alice.pages.get("/compare").status_code == 400

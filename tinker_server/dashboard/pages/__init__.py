@@ -5,6 +5,7 @@ from starlette.staticfiles import StaticFiles
 
 from tinker_server.dashboard.pages import (
     checkpoints,
+    compare,
     console,
     curves,
     keys,
@@ -25,7 +26,7 @@ from tinker_server.dashboard.pages import (
 from tinker_server.dashboard.rendering import FOLDER
 
 ROUTERS = (
-    *(sign_in, live, runs, checkpoints, curves, marks, run_changes, run_steps, step_datums, run),
+    *(sign_in, live, runs, checkpoints, compare, curves, marks, run_changes, run_steps, step_datums, run),
     *(samples, playground, machine, keys, owners, records, console),
 )
 

@@ -1,5 +1,6 @@
 """One run's page: its name, its progress, its operations, and downloads of its numbers as CSV and JSON."""
 
+import contextlib
 import csv
 import io
 import json
@@ -16,9 +17,11 @@ from pydantic import Field
 from tinker_server.api_schemas.base import Request
 from tinker_server.dashboard.hints import hints
 from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.pages.compare import MOST_COMPARED
 from tinker_server.dashboard.pages.runs import Progress, busy_runs, state_of
 from tinker_server.dashboard.rendering import page, short
 from tinker_server.dashboard.viewer import Viewer, Viewing
+from tinker_server.errors import UnknownModel
 from tinker_server.store.catalog import Page, Scope
 from tinker_server.store.client_metrics import Metric
 from tinker_server.store.records import Step
@@ -26,7 +29,7 @@ from tinker_server.store.runs import Labels
 from tinker_server.web.deps import Server, Services
 
 router = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
-OTHERS, OPERATIONS, MOST_COMPARED = 200, 30, 7
+OTHERS, OPERATIONS = 200, 30
 ROWS_AT_ONCE = 500
 """Rows of a download that are encoded at once, which takes a few milliseconds."""
 MEDIA_TYPES = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
@@ -40,8 +43,12 @@ async def show_run(request: HttpRequest, run_id: str, server: Server, viewer: Vi
     values = await _summary(server, run_id, viewer)
     others, _ = await server.catalog.runs(Page(Scope(viewer.owner), OTHERS, 0), time.time())
     rest = [other for other in others if other.run.model_id != run_id]
-    compared = set(request.query_params.getlist("with"))
-    found = {"others": rest, "compared": compared, "most_compared": MOST_COMPARED}
+    compared = set(request.query_params.getlist("with")[:MOST_COMPARED])
+    for old in compared - {other.run.model_id for other in rest} - {run_id}:
+        with contextlib.suppress(UnknownModel):
+            rest.append(await server.catalog.run(old, Scope(viewer.owner), time.time()))
+    has_band = "band" in request.query_params
+    found = {"others": rest, "compared": compared, "most_compared": MOST_COMPARED, "has_band": has_band}
     return page(request, "run.html", {**values, **await _operations(server, run_id), **found})
 
 

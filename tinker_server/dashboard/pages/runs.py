@@ -4,10 +4,8 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated
-from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import RedirectResponse
 
 from tinker_server.api_schemas.sampling import SampleRequest
 from tinker_server.auth.keys import LOCAL
@@ -124,13 +122,6 @@ async def list_runs(request: Request, server: Server, viewer: Viewing, view: Ask
     answer = page(request, "runs_list.html", await load_list(server, viewer, view))
     answer.headers["HX-Replace-Url"] = f"{base_of(request)}/{view.query()}"
     return answer
-
-
-@router.get("/compare")
-async def compare(request: Request, _: Viewing, run: Annotated[list[str], Query(max_length=50)]) -> Response:
-    """Redirect to the page of the first run, with the others drawn over it."""
-    query = urlencode([("with", one) for one in run[1:]])
-    return RedirectResponse(f"{base_of(request)}/runs/{quote(run[0], safe=':')}{query and '?'}{query}", 303)
 
 
 async def load_list(server: Services, viewer: Viewer, view: RunsView) -> dict[str, object]:

@@ -1,5 +1,6 @@
 // A run's curves, plotted with uPlot and fetched again while the run continues, with other runs drawn over them.
 
+import { meanAndBand } from "./bands.js";
 import { addTools } from "./chart_tools.js";
 import { drawMarks, fetchMarks } from "./marks.js";
 import { changeAddress, chosenStep, follow, scrub } from "./scrub.js";
@@ -24,6 +25,8 @@ const more = document.getElementById("more-metrics");
 const smoothing = document.getElementById("smoothing");
 const axis = document.getElementById("axis");
 const log = document.getElementById("log");
+const band = document.getElementById("band");
+const settings = document.getElementById("settings");
 const others = document.getElementById("others");
 const charts = new Map();
 const from = document.getElementById("range-first"), to = document.getElementById("range-last");
@@ -91,17 +94,24 @@ function shown(numbers, curve) {
   return isLog(curve) ? numbers.map((value) => (value > 0 ? value : null)) : numbers;
 }
 
-// A line for each run, and the unsmoothed one behind this run's.
+function isBand() {
+  return band !== null && band.checked && runs.length > 1;
+}
+
+// A line for each run, and the unsmoothed one behind this run's; or the runs' mean and its band.
 function tables(curve) {
   const weight = curve.exact ? 0 : Number(smoothing.value);
   const begun = (run) => values(run, curve).at[0] ?? 0;
-  return uPlot.join(runs.map((run, index) => {
+  const lines = runs.map((run, index) => {
     const { step, at, value } = values(run, curve);
     const shift = index ? begun(runs[0]) - begun(run) : 0;
     const xs = axis.value === "step" ? step : at.map((time) => time + shift);
     const line = shown(smooth(value, weight), curve);
-    return index || curve.exact ? [xs, line] : [xs, shown(value, curve), line];
-  }));
+    return index || curve.exact || isBand() ? [xs, line] : [xs, shown(value, curve), line];
+  });
+  if (!isBand()) return uPlot.join(lines);
+  const [xs, ...columns] = meanAndBand(lines);
+  return [xs, ...columns.map((column) => shown(column, curve))];
 }
 
 function text(raw) {
@@ -113,13 +123,17 @@ function options(curve, place) {
   const line = (name, width) => ({ stroke: () => color(name), width, points: { show: width > 1 ? isAlone : false }, value: (_, raw) => text(raw) });
   const ink = { stroke: () => color("--ink-2"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
   const series = [axis.value === "step" ? { label: "Step" } : { label: "Time", value: MOMENT }];
-  if (!curve.exact) series.push({ ...line("--curve-raw", 1), label: "raw" });
-  runs.forEach((run, index) => series.push({ ...line(`--curve-${index}`, 2), label: runs.length > 1 ? run.name : curve.exact ? "value" : "smooth" }));
+  if (isBand()) {
+    series.push({ ...line("--curve-0", 2), label: `mean of ${runs.length}` }, ...["− deviation", "+ deviation"].map((label) => ({ ...line("--curve-raw", 1), label })));
+  }
+  if (!curve.exact && !isBand()) series.push({ ...line("--curve-raw", 1), label: "raw" });
+  if (!isBand()) runs.forEach((run, index) => series.push({ ...line(`--curve-${index}`, 2), label: runs.length > 1 ? run.name : curve.exact ? "value" : "smooth" }));
   const ticks = (_, splits) => splits.map((tick) => (tick === null ? "" : Number(tick.toPrecision(4)).toString()));
   return {
     width: Math.max(240, place.clientWidth), height: HEIGHT, series,
     axes: [{ ...ink, size: axis.value === "step" ? 32 : 44, ...(axis.value === "at" && { values: AXIS }) }, { ...ink, size: 62, values: ticks }],
     scales: { x: { time: axis.value === "at" }, y: isLog(curve) ? { distr: LOG } : {} },
+    bands: isBand() ? [{ series: [3, 2], fill: () => `color-mix(in srgb, ${color("--curve-0")} 18%, transparent)` }] : [],
     legend: { live: true },
     cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, bind: { mousedown: onlyWithShift } },
     hooks: { setCursor: [showLegend], draw: [(plot) => drawMarks(plot, (mark) => markPlace(curve, mark), color), (plot) => drawChosen(plot, curve)], setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
@@ -248,6 +262,7 @@ function draw() {
 function list() {
   const place = document.getElementById("compared");
   place.hidden = runs.length < 2;
+  if (band) band.parentElement.hidden = runs.length < 2;
   place.replaceChildren(...runs.map((run, index) => {
     const item = document.createElement("li");
     item.className = `run-${index}`;
@@ -300,6 +315,12 @@ function refreshSoon() {
   timer = window.setTimeout(() => { timer = null; refresh(); }, refresh.pause ?? LEAST_PAUSE_MS);
 }
 
+// The settings in which the runs differ that are drawn.
+function showSettings() {
+  const query = new URLSearchParams(chosen().map(({ run }) => ["with", run]));
+  htmx.ajax("GET", `${settings.dataset.url}?${query}`, { source: settings, target: settings, swap: "morph:innerHTML" });
+}
+
 function compare() {
   const boxes = [...others.querySelectorAll("input")], ticked = chosen();
   const isFull = ticked.length >= Number(others.dataset.most);
@@ -309,13 +330,19 @@ function compare() {
     query.delete("with");
     for (const { run } of ticked) query.append("with", run);
   });
+  showSettings();
   refresh();
 }
 
 box.addEventListener("sse:changed", refreshSoon);
 smoothing.addEventListener("input", () => runs.length && draw());
+band?.addEventListener("change", () => {
+  changeAddress((query) => (band.checked ? query.set("band", "true") : query.delete("band")));
+  if (runs.length) redraw();
+});
 for (const one of [axis, log]) one.addEventListener("change", () => runs.length && redraw());
 others?.addEventListener("change", compare);
+if (chosen().length) showSettings();
 more.addEventListener("toggle", () => more.open && refresh());
 document.addEventListener("theme", () => runs.length && redraw());
 document.addEventListener("step", () => { for (const { plot } of charts.values()) plot.redraw(false, false); });
