@@ -94,7 +94,7 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
         models={NAME: str(source)},
         device=given.device,
         max_context_length=2048,
-        max_lora_rank=RANK,
+        max_lora_rank=32,
         models_at_once=1,
         adapter_slots=given.adapters,
         kv_cache_bytes=given.cache << 30,

@@ -47,7 +47,11 @@ def make_step(num_tokens: int, rank: int) -> Step:
     torch.manual_seed(num_tokens + rank)
 
     def normal(*shape: int) -> Tensor:
-        return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
+        made: Tensor = torch.randn(shape, device="cuda") * float(shape[-1]) ** -0.5
+        return made.bfloat16()
+
+    def into() -> tuple[Tensor, Tensor]:
+        return normal(SLOTS, 1, rank, HIDDEN), normal(SLOTS, EXPERTS, INNER, rank)
 
     return Step(
         slots_T=torch.randint(-1, SLOTS, (num_tokens,)),
@@ -55,7 +59,7 @@ def make_step(num_tokens: int, rank: int) -> Step:
         weights_TK=torch.rand(num_tokens, CHOSEN, device="cuda"),
         x_TH=normal(num_tokens, HIDDEN) * HIDDEN**0.5,
         inner_TKI=normal(num_tokens, CHOSEN, INNER) * INNER**0.5,
-        into=tuple((normal(SLOTS, 1, rank, HIDDEN), normal(SLOTS, EXPERTS, INNER, rank)) for _ in range(2)),
+        into=(into(), into()),
         down=(normal(SLOTS, EXPERTS, rank, INNER), normal(SLOTS, 1, HIDDEN, rank)),
     )
 

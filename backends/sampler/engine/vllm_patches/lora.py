@@ -49,6 +49,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
     """The adapters that vLLM holds, and the engine's slots for them."""
 
     packed_modules_mapping: dict[str, list[str]]
+    _enable_moe_shared_loras: bool
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Take vLLM's own arguments."""
