@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tinker_server.embedded import DIRECTORIES, TINY_VL
+
 VOCAB_SIZE = 2048
 SPACE = "Ġ"  # how byte-level BPE writes a space
 WORDS = """
@@ -34,27 +36,6 @@ Describe the photograph short sentence shows water sky trees night day animal bi
 zero one two three four five six seven eight nine ten who when where why not with and or for from to an his her their
 hello world good bad new old man woman child dog house road hand eye food fruit apple table book phone computer
 """
-CHAT_TEMPLATE = r"""
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\n' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for item in message.content -%}
-{%- if item.type == 'image' or 'image' in item or 'image_url' in item -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif item.type == 'video' or 'video' in item -%}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-{%- elif 'text' in item -%}
-{{- item.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
-""".strip()
-
 Merge = tuple[str, str]
 
 
@@ -121,7 +102,7 @@ def make_tokenizer(qwen_json: Path) -> PreTrainedTokenizerFast:
         additional_special_tokens=[token["content"] for token in small["added_tokens"] if token["special"]],
         model_max_length=4096,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = (DIRECTORIES[TINY_VL] / "chat_template.jinja").read_text()
     return tokenizer
 
 

@@ -5,6 +5,7 @@ The engine computes a grammar's allowed tokens between the steps that all sequen
 
 import json
 import time
+from typing import Any
 
 import xgrammar
 from vllm.sampling_params import StructuredOutputsParams
@@ -28,6 +29,25 @@ _TOOK_TOO_LONG = (
     f"takes more than {COMPILE_S:g} s to prepare, or more memory than allowed: repeat less in its patterns, or allow"
     " fewer properties, alternatives and lengths"
 )
+
+
+def allow_objects_alone(params: StructuredOutputsParams) -> None:
+    """Have the arguments of every call that a structural tag allows be a JSON object, as vendors promise.
+
+    Of a tool that is not strict the tag allows any JSON, such as `true`.
+    """
+    if params.structural_tag is not None:
+        params.structural_tag = json.dumps(_with_objects(json.loads(params.structural_tag)))
+
+
+def _with_objects(tag: Any) -> Any:
+    if isinstance(tag, list):
+        return [_with_objects(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema":
+        return tag | {"json_schema": {"type": "object"}} if tag["json_schema"] is True else tag
+    return {name: _with_objects(part) for name, part in tag.items()}
 
 
 class Grammars:

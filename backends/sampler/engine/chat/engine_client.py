@@ -23,7 +23,7 @@ from tinker_server.backends.sampler.engine.adapters import Version
 from tinker_server.backends.sampler.engine.answers import check_finite, divergence_error
 from tinker_server.backends.sampler.engine.chat.prompts import MODEL_INPUT
 from tinker_server.backends.sampler.engine.fair_admission import FairAdmission
-from tinker_server.backends.sampler.engine.grammars import STEP_S, Grammars
+from tinker_server.backends.sampler.engine.grammars import STEP_S, Grammars, allow_objects_alone
 from tinker_server.backends.sampler.engine.requests import Prompt, derive_seed
 from tinker_server.backends.sampler.engine.sequences import Sequences
 from tinker_server.backends.sampler.engine.versions import VersionCache
@@ -83,6 +83,8 @@ class ChatEngine:
 
         vLLM's other arguments, for adapters and priorities, are ignored.
         """
+        if self._task.body.get("tools") and sampling_params.structured_outputs is not None:
+            allow_objects_alone(sampling_params.structured_outputs)
         try:
             await self._shared.grammars.require_quick(self._task.owner, sampling_params.structured_outputs)
         except InvalidInput as error:

@@ -25,6 +25,7 @@ from tinker_server.backends.sampler.engine.chat.conversations import Conversatio
 from tinker_server.backends.sampler.engine.chat.engine_client import ChatEngine, Shared
 from tinker_server.backends.sampler.engine.chat.prompts import chat_renderer
 from tinker_server.backends.sampler.engine.chat.requests import parse
+from tinker_server.backends.sampler.engine.chat.tool_calls import end_calls_outside_strings
 
 log = logging.getLogger(__name__)
 _CALLS: dict[
@@ -137,6 +138,7 @@ def _working_parser(engine: AsyncLLM) -> str | None:
     name = tool_parser(resolve_chat_template(tokenizer, None, [], model_config=engine.model_config))
     if name is None:
         return None
+    end_calls_outside_strings()
     try:
         ParserManager.get_parser(tool_parser_name=name, enable_auto_tools=True, tokenizer=tokenizer)
     except TypeError as error:

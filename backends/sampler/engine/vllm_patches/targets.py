@@ -361,4 +361,10 @@ READ_WEIGHTS = Patch(
     "cf78b90b2f9071167b7294b1235b3583d52ecb5f4c51c099a36097dc6f5f3980",
     "Tensors in fp8 are dequantised as they are read: their scales, and products of rounded activations, are not ours.",
 )
+TOOL_CALL_ENDS = Patch(
+    "tool-call-ends",
+    "vllm.tool_parsers.hermes_tool_parser:Hermes2ProToolParser._extract_tool_call_jsons",
+    "28f414a41d92760a4c7137c1341faaced99c750313e1858af7d2f96fc1c8d1de",
+    "An end tag within a string of a call's arguments ends the call there, so that its arguments are no JSON.",
+)
 PATCHES = [*(patch for patch in vars().values() if isinstance(patch, Patch)), *ENGINE_PATCHES]
