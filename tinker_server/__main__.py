@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from tinker_server.app import create_app
 from tinker_server.auth import keys
+from tinker_server.auth.proofs import verify
 from tinker_server.backends.protocol import BackendFailed, Unavailable
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.commands.admin import administrate
@@ -78,7 +79,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Run keys, doctor, backup or restore. Raises StartFailed, BackendFailed."""
+    """Run keys, doctor, verify, backup or restore. Raises StartFailed, BackendFailed."""
     if arguments.command == "keys":
         change_keys(arguments, settings)
         if arguments.action == "add":
@@ -87,6 +88,9 @@ def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
         return 0
     if arguments.command == "doctor":
         diagnose(settings.resolve_backend(), arguments.gpu, as_json=arguments.json, shows_changes=arguments.changes)
+        return 0
+    if arguments.command == "verify":
+        print(f"{arguments.file}: signed by this server: {verify(settings.data_dir, arguments.file)}")
         return 0
     do, where = (back_up, "Backed up to") if arguments.command == "backup" else (restore, "Restored from")
     with asyncio.Runner() as runner:

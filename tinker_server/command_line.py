@@ -139,7 +139,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_operators(commands: Commands, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
-    """Add the commands for operators: status, admin, doctor, backup, restore."""
+    """Add the commands for operators: status, admin, doctor, verify, backup, restore."""
     remote = argparse.ArgumentParser(add_help=False)
     url, key = (os.environ.get(name) for name in ("TINKER_BASE_URL", "TINKER_API_KEY"))  # the SDK's own
     here = "http://127.0.0.1:8000"
@@ -155,6 +155,8 @@ def _add_operators(commands: Commands, common: argparse.ArgumentParser, served: 
     changes_help = "list all changes inside vLLM, transformers and torch, those that fit too"
     doctor.add_argument("--changes", action="store_true", help=changes_help)
     _add_json(doctor)
+    verifying = commands.add_parser("verify", parents=[common], help="check the signature of a run's proof sheet")
+    verifying.add_argument("file", type=Path, help="the signed JSON from the run's page")
     for name, text in (
         ("backup", "copy database and weights into a new directory, also while a server runs"),
         ("restore", "copy a backup into an empty data directory and database"),

@@ -295,7 +295,7 @@ def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner,
 def test_no_page_has_a_serious_fault_of_access(seen: Watched, run_id: str, scheme: Literal["light", "dark"]) -> None:
     seen.page.emulate_media(color_scheme=scheme)
     paths = {"runs": "/", "run": f"/runs/{run_id}", "checkpoints": "/checkpoints"}
-    paths |= {"samples": "/samples", "playground": "/playground"}
+    paths |= {"proof": f"/runs/{run_id}/proof", "samples": "/samples", "playground": "/playground"}
     for name, path in (paths | {"machine": "/machine"}).items():
         page = seen.open(path)
         if name == "run":
@@ -309,6 +309,7 @@ def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str) ->
     for name, path in {
         "runs": "/",
         "run": f"/runs/{run_id}",
+        "proof": f"/runs/{run_id}/proof",
         "checkpoints": "/checkpoints",
         "samples": "/samples",
         "playground": "/playground",

@@ -28,7 +28,7 @@ from tinker_server.store.last_backup import note_backup
 ABOUT = "backup.json"
 FORMAT = 1
 TRIES = 5
-KEPT_FILES = ("keys", "link-secret", "token-secret")
+KEPT_FILES = ("keys", "link-secret", "proof-secret", "token-secret")
 """Further files of the data directory that are copied."""
 _NAMES = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
 _ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")

@@ -43,6 +43,7 @@ class Recording:
             seq_id=operation.seq_id,
             step=0 if last is None else last.step + is_optim_step(last),
             at=time.time(),
+            digest=operation.digest or None,
             total_tokens=0 if last is None else last.total_tokens,
             waited_s=work.waited_s,
             run_s=work.run_s,

@@ -105,6 +105,17 @@ class ClientMetricStore:
         async with self._db.read() as session:
             return cast("int | None", await session.scalar(select(func.max(_OF.step)).where(_OF.model_id == model_id)))
 
+    async def newest(self, model_id: str, names: Sequence[str]) -> list[Metric]:
+        """Return the value of the last step of each of these metrics that there is."""
+        found: list[Metric] = []
+        columns = (_OF.name, _OF.step, _OF.at, _OF.value)
+        async with self._db.read() as session:
+            for name in names:
+                of_name = select(*columns).where(_OF.model_id == model_id, _OF.name == name)
+                rows = await session.execute(of_name.order_by(_OF.step.desc()).limit(1))
+                found += [Metric(*row) for row in rows]
+        return found
+
     async def points(
         self, model_id: str, names: Sequence[str], bounds: tuple[int, int], most: int
     ) -> dict[str, list[Metric]]:

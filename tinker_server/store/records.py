@@ -138,6 +138,7 @@ class Step:
     clip_fraction: float | None = None
     advantage: float | None = None
     shared_tokens: float | None = None
+    digest: str | None = None
     waited_s: float
     run_s: float
 

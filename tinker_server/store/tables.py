@@ -267,6 +267,8 @@ class StepRow(Table):
     """Mean over positions that train."""
     shared_tokens: Mapped[float | None]
     """Positions that were not computed, since another datum has them too."""
+    digest: Mapped[str | None]
+    """Hash of the body; null: recorded before it was."""
     waited_s: Mapped[float]
     """Seconds from acceptance until it ran: waiting for earlier operations and for the trainer."""
     run_s: Mapped[float]

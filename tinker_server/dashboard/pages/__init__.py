@@ -14,6 +14,7 @@ from tinker_server.dashboard.pages import (
     marks,
     owners,
     playground,
+    proof,
     records,
     run,
     run_changes,
@@ -26,7 +27,7 @@ from tinker_server.dashboard.pages import (
 from tinker_server.dashboard.rendering import FOLDER
 
 ROUTERS = (
-    *(sign_in, live, runs, checkpoints, compare, curves, marks, run_changes, run_steps, step_datums, run),
+    *(sign_in, live, runs, checkpoints, compare, curves, marks, proof, run_changes, run_steps, step_datums, run),
     *(samples, playground, machine, keys, owners, records, console),
 )
 
