@@ -19,18 +19,24 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy as np
 from sqlalchemy import URL, insert
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fake_server import Running
+from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
+from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tinker_server.api_schemas.training import Trainable
+from tinker_server.observability.kept_datums import KeptBatch, KeptDatum
+from tinker_server.observability.recent_samples import Drawn
 from tinker_server.settings import Settings
 from tinker_server.store.database import Database
+from tinker_server.store.records import Checkpoint, columns
 from tinker_server.store.steps import STEPS
-from tinker_server.store.tables import SessionRow, TrainingRunRow
+from tinker_server.store.tables import AuditEntryRow, CheckpointRow, SessionRow, TrainingRunRow, UsageRow
 
-REPEATS = 7
+REPEATS, DAY_S = 7, 24 * 3600.0
 ROWS_AT_ONCE = 20_000
 BIG = "big:train:0"
 
@@ -49,6 +55,7 @@ def main() -> None:
         print(f"{arguments.runs} runs, {arguments.steps} steps, filled in {time.perf_counter() - began:.0f} s")
         server = Running(Path(folder), database_url=arguments.database_url)
         try:
+            server.loop.call_soon_threadsafe(fill_gallery, server)
             measure(server)
         finally:
             server.stop()
@@ -71,6 +78,7 @@ async def fill(url: str | URL, num_runs: int, num_steps: int) -> None:
     async with db.write() as session:
         await session.execute(insert(SessionRow), [session_row])
         await session.execute(insert(TrainingRunRow), [run_row(number, now) for number in range(num_runs)])
+    await fill_records(db, now)
     share = (num_steps - num_steps // 10) // (num_runs - 1)
     of_runs = [(number, num_steps // 10 if number == 0 else share) for number in range(num_runs)]
     rows = (step_row(number, seq_id, now) for number, count in of_runs for seq_id in range(count))
@@ -78,6 +86,91 @@ async def fill(url: str | URL, num_runs: int, num_steps: int) -> None:
         async with db.write() as session:
             await session.execute(insert(STEPS), batch)
     await db.close()
+
+
+async def fill_records(db: Database, now: float) -> None:
+    """Write the most that the pages of records and marks show: entries of a day, 92 days of usage, 100 checkpoints."""
+    day = int(now // DAY_S)
+    entries = [
+        {
+            "entry_id": f"{number}",
+            "owner": "local",
+            "at": day * DAY_S + number / 100,
+            "event": "run_deleted",
+            "details": {},
+        }
+        for number in range(2000)
+    ]
+    usage = [
+        {
+            "hour": (day - number) * DAY_S,
+            "owner": "local",
+            "session_id": "big",
+            "base_model": "tiny",
+            "kind": kind,
+            "amount": 10**6,
+        }
+        for number in range(92)
+        for kind in ("training", "prefill", "sampled", "checkpoint", "trainer_ms")
+    ]
+    saved = [
+        columns(
+            Checkpoint(
+                tinker_path=f"tinker://{BIG}/weights/at-{number}",
+                owner="local",
+                run_id=BIG,
+                kind="weights",
+                name=f"at-{number}",
+                directory=f"none/{number}",
+                base_model="tiny",
+                trainable=Trainable(rank=8, seed=0),
+                size_bytes=1,
+                created_at=now + number,
+                saved_as=20 * number + 2,
+            )
+        )
+        for number in range(100)
+    ]
+    async with db.write() as session:
+        await session.execute(insert(AuditEntryRow), entries)
+        await session.execute(insert(UsageRow), usage)
+        await session.execute(insert(CheckpointRow), saved)
+
+
+def fill_gallery(server: Running) -> None:
+    """Keep samples and datums of as many steps as there may be."""
+    gallery = server.app.state.services.gallery
+    tokens = np.arange(160, dtype=np.int32)
+    sequence = SampledSequence(stop_reason="stop", tokens=tokens, logprobs=-np.ones(160, np.float32))
+    prompt = ModelInput(chunks=[EncodedTextChunk(tokens=tokens)])
+    asked = SampleRequest(base_model="tiny", prompt=prompt, sampling_params=SamplingParams(max_tokens=1))
+    datum = KeptDatum(
+        index=0,
+        prompt=0,
+        tokens=np.arange(512, dtype=np.int32),
+        logprobs=-np.ones(512, np.float32),
+        push=np.ones(512, np.float32),
+        advantage=1.0,
+        loss=1.0,
+        gradient_norm=1.0,
+    )
+    for step in range(100):
+        directory = f"checkpoints/{BIG}/snapshot/{2 * step + 1}~a"
+        for _ in range(4):
+            gallery.note(asked, SampleResponse(sequences=[sequence]), "local", Drawn("tiny", None, directory))
+        batch = KeptBatch(
+            owner="local",
+            run_id=BIG,
+            step=step,
+            base_model="tiny",
+            loss_fn="ppo",
+            num_datums=8,
+            prompts={0: prompt},
+            largest=[datum] * 4,
+            group=[datum] * 8,
+            size_bytes=100_000,
+        )
+        gallery.put(batch)
 
 
 def run_row(number: int, now: float) -> dict[str, object]:
@@ -120,15 +213,23 @@ def measure(server: Running) -> None:
         "runs": "/",
         "runs, the last page": "/?page=20",
         "runs, searched": "/runs?q=tiny+99",
+        "runs, grouped": "/runs?group=base_model",
         "a run": f"/runs/{BIG}",
         "its summary": f"/runs/{BIG}/summary",
         "its operations": f"/runs/{BIG}/operations",
         "its curves": f"/runs/{BIG}/curves.json",
         "its curves, zoomed": f"/runs/{BIG}/curves.json?first=1000&last=1500",
         "its checkpoints": f"/runs/{BIG}/checkpoints",
+        "its step": f"/runs/{BIG}/step?step=100",
+        "its datums": f"/runs/{BIG}/datums?step=100",
+        "its marks": f"/runs/{BIG}/marks.json",
+        "settings of 8 runs": f"/runs/{BIG}/settings?" + "&".join(f"with=big:train:{n}" for n in range(1, 8)),
         "its CSV": f"/runs/{BIG}/steps.csv",
         "curves of another": "/runs/big:train:7/curves.json",
         "samples": "/samples",
+        "samples of a run": f"/samples?run={BIG}",
+        "usage": "/usage?days=92",
+        "audit": "/audit",
         "playground": "/playground",
         "machine": "/machine",
         "metrics": "/metrics",

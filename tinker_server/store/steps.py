@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tinker_server.store.database import Database, delete_before
 from tinker_server.store.records import Step, columns
-from tinker_server.store.tables import StepRow
+from tinker_server.store.tables import CheckpointRow, StepRow
 
 STEPS = cast(Table, StepRow.__table__)
 RECENT = 8
@@ -91,16 +91,19 @@ class StepStore:
             row = (await session.execute(query)).mappings().first()
         return None if row is None else Step(**row)
 
-    async def steps_taken(self, model_id: str, seq_ids: Sequence[int]) -> dict[int, int]:
-        """Return the steps of a run before each of these operations; those before its first are left out."""
-        found: dict[int, int] = {}
+    async def steps_at_saves(self, model_id: str, most: int) -> dict[int, int]:
+        """Return the steps of a run before each of its newest saves, by the number of the operation that saved."""
+        save = CheckpointRow
+        before = select(func.max(_OF.seq_id)).where(_OF.model_id == model_id, _OF.seq_id < save.saved_as)
+        saves = select(save.saved_as, before.scalar_subquery()).where(
+            save.run_id == model_id, save.saved_as.is_not(None)
+        )
         async with self._db.read() as session:
-            for seq_id in seq_ids:
-                mine = (_OF.model_id == model_id) & (_OF.seq_id < seq_id)
-                query = select(_OF.step, _OF.learning_rate).where(mine).order_by(_OF.seq_id.desc()).limit(1)
-                if (row := (await session.execute(query)).first()) is not None:
-                    found[seq_id] = row.step + (row.learning_rate is not None)
-        return found
+            found = (await session.execute(saves.order_by(save.created_at.desc()).limit(most))).all()
+            last = [seq_id for _, seq_id in found if seq_id is not None]
+            of = select(_OF.seq_id, _OF.step, _OF.learning_rate).where(_OF.model_id == model_id, _OF.seq_id.in_(last))
+            steps = {row.seq_id: row.step + (row.learning_rate is not None) for row in await session.execute(of)}
+        return {number: steps.get(seq_id, 0) for number, seq_id in found}
 
     async def points(self, model_id: str, first: int, last: int, most: int) -> list[Point]:
         """Return the steps from `first` to `last` in order, as at most `most` groups of equal size."""

@@ -25,7 +25,7 @@ async def marks(run_id: str, server: Server, viewer: Viewing) -> JSONResponse:
     run = await server.runs.require(run_id, viewer.owner)
     saved, _ = await server.catalog.checkpoints(Page(Scope(viewer.owner), MOST_SAVES, 0), KINDS, time.time(), run_id)
     of_operations = [(save, save.saved_as) for save in saved if save.saved_as is not None]
-    steps = await server.steps.steps_taken(run_id, [number for _, number in of_operations])
+    steps = await server.steps.steps_at_saves(run_id, MOST_SAVES)
     names = [name for name in await server.client_metrics.names(run_id) if EVALUATION.search(name)][:MOST_METRICS]
     last = await server.client_metrics.last_step(run_id) or 0
     points = await server.client_metrics.points(run_id, names, (0, last), MOST)
