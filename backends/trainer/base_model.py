@@ -1,7 +1,9 @@
 """The frozen base model of a rank: loaded, tested, compiled."""
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from tinker_server.api_schemas.inputs import Datum
 from tinker_server.backends.families.family import RenderedImage
 from tinker_server.backends.families.lora_names import find_trained_modules
 from tinker_server.backends.formats.load_check import (
@@ -18,7 +21,7 @@ from tinker_server.backends.formats.load_check import (
     load_check_image,
     load_check_tokens,
 )
-from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.inputs.rendering import Layout, Rendered, Renderer
 from tinker_server.backends.kernels.targets import OPERATORS
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.patches import for_device, require_as_written
@@ -44,6 +47,7 @@ from tinker_server.backends.trainer.model.loading import load, reporting_progres
 from tinker_server.backends.trainer.model.packing import Microbatch, pack
 from tinker_server.backends.trainer.model.recompute import Memory, Recomputation
 from tinker_server.backends.trainer.model.router_replay import RouterReplay
+from tinker_server.backends.trainer.model.routing import experts_of, identify_with_routing
 from tinker_server.backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
 from tinker_server.backends.trainer.model.shared_prefixes import SAVED_PER_STATE
 from tinker_server.backends.trainer.model.sharing import may_share, sharing_is_exact
@@ -163,6 +167,16 @@ class BaseModel:
     def _count_graphs(self) -> None:
         if self.memory is not None:
             self.memory.graphs_bytes = 0 if self._graphs is None else self._graphs.memory_bytes
+
+    def tell_apart(
+        self, names: tuple[str, str], data: Sequence[Datum], layouts: Sequence[Layout]
+    ) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]] | None:
+        """Return what gives other identities to tokens of datums whose replayed routing differs; None if nothing is
+        replayed. `names` are the user's and the model's."""
+        if self.router_replay is None:
+            return None
+        experts = experts_of(self.router_replay, self.renderer, names, data, layouts)
+        return partial(identify_with_routing, layouts=layouts, experts=experts)
 
     def score_load_check(self, model: LoraModel, model_id: str) -> LoadCheck:
         """Score the text that travels with a model's weights, on all ranks alike. Scores may be not finite.

@@ -17,7 +17,7 @@ from tinker_server.api_schemas.training import AdamParams, OptimStepResponse, Tr
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.processes.heap import free_main_bytes
 from tinker_server.backends.processes.progress import Progress
-from tinker_server.backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
+from tinker_server.backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server.backends.trainer.base_model import BaseModel
 from tinker_server.backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
 from tinker_server.backends.trainer.distributed import (
@@ -31,9 +31,11 @@ from tinker_server.backends.trainer.distributed import (
 )
 from tinker_server.backends.trainer.lora.model import LoraModel
 from tinker_server.backends.trainer.model.recompute import GIB
+from tinker_server.backends.trainer.model.shared_prefixes import Prefixes
 from tinker_server.backends.trainer.step.batch_request import (
     BatchRequest,
     CheckedBatch,
+    agree_on_prefixes,
     choose_microbatches,
     find_prefixes,
     plan_batch,
@@ -253,9 +255,9 @@ class TrainerRank:
         }
         known = [request for request in new if request.number not in failures]
         self._keep_waiting(sum(decoding_s(len(request.batch.body)) for request in known))
-        batches, errors = agreed_each(
-            {request.number: partial(self._check, request.batch) for request in known}, self._world
-        )
+        batches, errors = agreed_each({request.number: partial(self._check, request) for request in known}, self._world)
+        if self.base.router_replay is not None:
+            batches = agree_on_prefixes(batches, self._world)
         for request in known:
             model = self.models[request.model_id]
             self._note_use(model)
@@ -290,14 +292,16 @@ class TrainerRank:
             if request is not None and request.backward:
                 request.model.gradient = "incomplete"
 
-    def _check(self, batch: EncodedBatch) -> CheckedBatch:
+    def _check(self, new: NewRequest) -> CheckedBatch:
         """Decode and check a batch. Raises InvalidInput."""
-        sent = decode_batch(batch)
+        sent = decode_batch(new.batch)
         loss_input = replace_stable_reinforce(sent, self._config.stable_reinforce)
         layouts = check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
         prefixes, whole_below = None, self.base.whole_below
         if whole_below is not None and len(layouts) > 1:
-            prefixes = find_prefixes(loss_input.data, layouts, whole_below, self.base.saved_per_segment)
+            make = partial(Prefixes, whole_below=whole_below, saved_per_segment=self.base.saved_per_segment)
+            tell_apart = self.base.tell_apart((new.owner, new.model_id), loss_input.data, layouts)
+            prefixes = find_prefixes(loss_input.data, layouts, make, tell_apart)
         replaced = sent.loss_fn != loss_input.loss_fn
         return CheckedBatch(
             loss_input, layouts, prefixes, f"{sent.loss_fn}_as_{loss_input.loss_fn}:max" if replaced else None

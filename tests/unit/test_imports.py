@@ -249,6 +249,7 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
         (
             "backends.formats.expert_routing",
             "backends.trainer.model.router_replay",
+            "backends.trainer.model.routing",
             "backends.sampler.engine.vllm_patches.routed_experts",
         ),
         6,

@@ -3,9 +3,11 @@
 The datums of a model form a trie of segments. A segment's tokens see those of its ancestors and themselves, and no
 other's. A datum that is the beginning of another needs no segment of its own: its tokens are among the other's.
 
-All is decided from the tokens and the images alone, so that all ranks, and a repeated step, decide alike.
+All is decided from the tokens, the images and, where it is replayed, their routing alone, so that all ranks, and a
+repeated step, decide alike.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -165,6 +167,11 @@ class Prefixes:
         """By rank, tokens in common with the datum before it."""
         self.shares = int(self._common.sum()) >= LEAST_SAVED
         """False: no datums have enough in common."""
+
+    @property
+    def digest(self) -> str:
+        """Return a text that is equal for batches of the same lengths that are planned alike."""
+        return hashlib.sha256(np.array(self._order, np.int64).tobytes() + self._common.tobytes()).hexdigest()
 
     def num_tokens(self, datums: Sequence[int]) -> int:
         """Count the tokens that are computed for some datums in one microbatch."""

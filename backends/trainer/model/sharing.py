@@ -55,8 +55,6 @@ def _why_whole(scorer: Scorer, family: Family, max_context_length: int, world: W
         return "tokens of an image see those behind them"
     if world.num_slices > 1:
         return "ranks have slices of the tokens"
-    if scorer.router_replay is not None:
-        return "experts are replayed, which may differ between datums"
     return None
 
 

@@ -3,8 +3,8 @@
 All ranks hold the same requests and choose the same microbatches of them (`choose_microbatches`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from tinker_server.api_schemas.training import LOGPROBS, ForwardBackwardInput, F
 from tinker_server.backends.inputs.rendering import Layout
 from tinker_server.backends.protocol import InvalidInput
 from tinker_server.backends.trainer.commands import NewRequest
+from tinker_server.backends.trainer.distributed import World, gather_objects
 from tinker_server.backends.trainer.lora.model import LoraModel
 from tinker_server.backends.trainer.model.packing import plan_steps
 from tinker_server.backends.trainer.model.shared_prefixes import Prefixes, Trie, identify
@@ -160,15 +161,33 @@ Members = dict[BatchRequest, list[int]]
 
 
 def find_prefixes(
-    data: Sequence[Datum], layouts: Sequence[Layout], whole_below: int, saved_per_segment: int
+    data: Sequence[Datum],
+    layouts: Sequence[Layout],
+    make: Callable[[Sequence[np.ndarray]], Prefixes],
+    tell_apart: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]] | None = None,
 ) -> Prefixes | None:
-    """Find what datums have in common; None if they share nothing. The last two are as `Prefixes` says."""
+    """Find what datums have in common; None if they share nothing. `make` makes `Prefixes` of identities; `tell_apart`
+    gives others to tokens that are not computed alike."""
     width = max(targets(datum).size // len(targets(datum)) for datum in data)
     if width > 1 and width * len(data) > _MOST_TARGETS:
         return None
     inputs = [(datum.model_input, layout) for datum, layout in zip(data, layouts, strict=True)]
-    prefixes = Prefixes(identify(inputs), whole_below, saved_per_segment)
+    identities = identify(inputs)
+    prefixes = make(identities)
+    if tell_apart is not None and prefixes.shares:
+        prefixes = make(tell_apart(identities))
     return prefixes if prefixes.shares else None
+
+
+def agree_on_prefixes(batches: Mapping[int, CheckedBatch], world: World) -> dict[int, CheckedBatch]:
+    """Return the batches by number, the datums of a batch whole if ranks have found different routing: files may be
+    deleted meanwhile, and ranks of other machines have others."""
+    own = {number: batch.prefixes and batch.prefixes.digest for number, batch in batches.items()}
+    everyones = gather_objects(own, world)
+    return {
+        number: batch if len({of_rank[number] for of_rank in everyones}) == 1 else replace(batch, prefixes=None)
+        for number, batch in batches.items()
+    }
 
 
 def plan_batch(batch: CheckedBatch, side_by_side: int, max_tokens: int, longest: int) -> list[list[list[int]]]:

@@ -22,6 +22,7 @@ from tinker_server.backends.trainer.lora.model import LoraModel
 from tinker_server.backends.trainer.model.packing import Microbatch, loss_inputs, pack
 from tinker_server.backends.trainer.model.recompute import Memory
 from tinker_server.backends.trainer.model.router_replay import RouterReplay, num_known
+from tinker_server.backends.trainer.model.routing import find_experts
 from tinker_server.backends.trainer.model.shared_prefixes import Trie, join, keep_whole
 from tinker_server.backends.trainer.optimizer import all_finite
 from tinker_server.backends.trainer.step.batch_request import BatchRequest, Members, targets
@@ -247,15 +248,16 @@ def _find_experts(parts: Sequence[Part], replay: RouterReplay, num_tokens: int) 
     routing."""
     found = []
     for part in parts:
-        request = part.request
+        request, of_datums = part.request, []
         for index, datum in zip(part.indices, part.rendered, strict=True):
-            runs = request.data[index].model_input_spans
-            try:
-                experts = replay.find(request.owner, request.model_id, datum, runs)
-            except InvalidInput as error:
-                raise InvalidInput(f"datum {index}: {error}") from None
+            names = request.owner, request.model_id
+            experts = find_experts(replay, names, index, request.data[index], datum)
             request.share.replayed[index] = 0 if experts is None else num_known(experts)
-            found.append((len(datum.token_ids_T), experts))
+            of_datums.append(experts)
+        for segment in (part.trie or keep_whole(part.lengths)).segments:
+            experts = of_datums[segment.datum]
+            own = None if experts is None else experts[segment.begin : segment.end]
+            found.append((segment.end - segment.begin, own))
     return replay.batch(found, num_tokens)
 
 

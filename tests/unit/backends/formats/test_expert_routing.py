@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vllm.outputs import CompletionOutput
 
-from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, succeeded, words
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
 from tests.models import FAMILIES, make_tiny_moe
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.trainers import (
     LORA,
     OWNER,
     assert_same,
+    assert_same_gradients,
     config,
     forward_backward,
     gradients,
@@ -39,15 +40,18 @@ from tinker_server.backends.configure.memory_plan import Machine
 from tinker_server.backends.formats.expert_routing import (
     NamedSequence,
     RoutingFiles,
+    identities,
     read_routing,
     read_sequence,
     routing_name,
 )
-from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.inputs.rendering import Layout, Renderer
 from tinker_server.backends.protocol import BackendFailed, InvalidInput
 from tinker_server.backends.sampler.engine.vllm_patches.routed_experts import keep_routing
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.model.router_replay import UNKNOWN
+from tinker_server.backends.trainer.model.routing import identify_with_routing
+from tinker_server.backends.trainer.model.shared_prefixes import count_common
 from tinker_server.backends.trainer.rank import TrainerRank
 
 TEXTS = [prompt(words(length, length)) for length in (5, 11, 23)]
@@ -193,6 +197,52 @@ def test_replayed_routing_gives_what_transformers_computes_with_these_experts(ki
                 wanted = reference_logprobs(renderer, item, model)[:, 0].numpy()
             assert np.abs(wanted - own).max() > 1e-2
         np.testing.assert_allclose(row["logprobs"], wanted, atol=1e-4)
+
+
+def test_datums_share_a_beginning_as_far_as_its_routing_is_the_same(tmp_path: Path) -> None:
+    """Of seven with the same 160 tokens, three have one routing, two another, and two none that is known."""
+    source = make("Qwen3-VL MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    begin = (words(20, 1), image(160, 160, 1), words(140, 2))
+    data = [datum(prompt(*begin, words(30 + seed, 9 + seed)), renderer, seed) for seed in range(7)]
+    num_common = len(renderer.render(prompt(*begin), "prompt").token_ids_T)
+    for seed, (item, routing) in enumerate(zip(data, (0, 0, 0, 1, 1), strict=False)):
+        rendered = renderer.render(item.model_input, "datum")
+        experts_TLK = experts_of(renderer, len(rendered.token_ids_T), 50 + seed)
+        experts_TLK[:num_common] = experts_of(renderer, num_common, routing)
+        files.write(routing_name(OWNER, "m", rendered), experts_TLK)
+    rank = replaying(source, tmp_path / "routing", max_tokens_per_microbatch=4096)
+    outputs, found = [], []
+    for whole_below in (0, None):
+        assert rank.base.whole_below == 0
+        rank.base.whole_below = whole_below
+        outputs.append(present(forward_backward(rank, "m", cross_entropy(data), True)))
+        found.append(gradients(rank, "m"))
+        lora_model(rank, "m").clear_gradient()
+        rank.base.whole_below = 0
+    shared, whole = outputs
+    assert shared.metrics["shared_tokens:sum"] == 4 * num_common and "shared_tokens:sum" not in whole.metrics
+    assert shared.metrics["replayed_tokens:sum"] == whole.metrics["replayed_tokens:sum"] > 5 * num_common
+    for row, wanted in zip(shared.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(row["logprobs"], wanted["logprobs"], atol=1e-5)
+    assert_same_gradients(*found)
+
+
+def test_the_routing_of_an_image_is_the_same_as_a_whole_or_not_at_all() -> None:
+    renderer = make_renderer(TINY_VL)
+    rendered = renderer.render(prompt(words(4, 1), image(64, 64, 1), words(9, 2)), "datum")
+    (span,), num_tokens = rendered.spans, len(rendered.token_ids_T)
+    layout = Layout(num_tokens, rendered.spans)
+    first = np.random.default_rng(0).integers(0, 9, (num_tokens, 2, 3))
+    other, unlike = first.copy(), first.copy()
+    other[span.offset + span.num_tokens - 1] += 1
+    unlike[-3] += 1
+    routings: list[np.ndarray | None] = [first, first.copy(), other, unlike, None, np.full(first.shape, UNKNOWN)]
+    found = identify_with_routing([identities(rendered)] * 6, [layout] * 6, routings.__getitem__)
+    common = [count_common(found[0], one) for one in found]
+    assert common == [num_tokens, num_tokens, span.offset, num_tokens - 3, 0, 0]
+    assert count_common(found[4], found[5]) == num_tokens
+    assert ((found[0] < 0) == (identities(rendered) < 0)).all()
 
 
 @contextmanager
