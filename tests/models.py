@@ -538,10 +538,14 @@ def quantise(directory: Path, quantised: Path) -> None:
     (quantised / "config.json").write_text(json.dumps(config))
 
 
+_NOT_IN_FP8 = ("mlp.gate", "conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b")
+"""Modules that are not quantised in what is published."""
+
+
 def quantise_in_blocks(directory: Path, quantised: Path, powers_of_two: torch.dtype | None = None) -> Path:
     """Make of a model one in fp8 as published, block by block and expert by expert, and write what its numbers are into
-    the first one's files. Routers, the head, the tower and the first layer's keys stay as they are. `powers_of_two`:
-    the type of scales that are such, as those of DeepSeek-V3.1."""
+    the first one's files. Routers, gates of linear attention, the head, the tower and the first layer's keys stay as
+    they are. `powers_of_two`: the type of scales that are such, as those of DeepSeek-V3.1."""
     shutil.copytree(directory, quantised)
     (path,) = directory.glob("*.safetensors")
     config = json.loads((quantised / "config.json").read_text())
@@ -549,7 +553,7 @@ def quantise_in_blocks(directory: Path, quantised: Path, powers_of_two: torch.dt
     kept = ["lm_head", "model.visual", "model.layers.0.self_attn.k_proj"]
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if ".layers." not in name or tensor.dim() < 2 or module in kept or module.endswith(("mlp.gate", "conv1d")):
+        if ".layers." not in name or tensor.dim() < 2 or module in kept or module.endswith(_NOT_IN_FP8):
             packed[name] = tensor
             continue
         for matrix_name, matrix in _matrices(name, tensor, inputs_first=config["model_type"] == "qwen3_vl_moe"):

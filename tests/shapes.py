@@ -5,14 +5,13 @@ import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 from tests.published import COOKBOOK, OTHERS
 from tinker_server.api_schemas.training import Layout as LoraLayout
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import pack_linears, read_size
 from tinker_server.backends.configure.model_size import ModelSize
-from tinker_server.backends.families.coverage import decoder_linears
+from tinker_server.backends.families.coverage import decoder_matrices
 from tinker_server.backends.formats.block_fp8 import BLOCK
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -32,8 +31,8 @@ def shape(
     name: str, *, train_vision: bool = False, in_fp8: bool = False, lora_layout: LoraLayout = "service"
 ) -> ModelSize:
     """Return the shapes of a published model, by its name or a short one, on CUDA. Its tokenizer and image processor
-    are the small model's. `in_fp8`: as if the decoder's linears were published in fp8, and stay so. Raises
-    BackendFailed, as a server would, for one that cannot be served."""
+    are the small model's. `in_fp8`: as if the decoder were published in fp8, and stayed so; whether this is served is
+    not asked. Raises BackendFailed, as a server would, for one that cannot be served."""
     config = {**COOKBOOK, **OTHERS}[_SHORT.get(name, name)]
     if in_fp8:
         block = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
@@ -43,13 +42,9 @@ def shape(
             if file.suffix in (".json", ".jinja") and "index" not in file.name:
                 shutil.copy(file, directory)
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        precision: Literal["fp8"] | None = "fp8" if in_fp8 else None
-        settings = BackendConfig(
-            models={name: name}, train_vision=train_vision, base_precision=precision, lora_layout=lora_layout
-        )
+        settings = BackendConfig(models={name: name}, train_vision=train_vision, lora_layout=lora_layout)
         renderer, size = read_size(name, Path(directory), settings, "cuda")
-        return (
-            pack_linears(size, decoder_linears(renderer.family, renderer.config, directory).values())
-            if in_fp8
-            else size
-        )
+        if not in_fp8:
+            return size
+        matrices = decoder_matrices(renderer.family, renderer.config, directory).values()
+        return pack_linears(size, [sizes for named in matrices for sizes in named.values()])

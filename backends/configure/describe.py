@@ -19,7 +19,7 @@ from tinker_server.backends.configure.placement import (
     this_machine,
 )
 from tinker_server.backends.configure.supported import Support
-from tinker_server.backends.families.coverage import check_coverage, fp8_linears
+from tinker_server.backends.families.coverage import check_coverage, fp8_matrices
 from tinker_server.backends.families.rotation import check_rotation
 from tinker_server.backends.formats import block_fp8
 from tinker_server.backends.formats.base_files import text_files
@@ -145,7 +145,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
     if config.base_precision == "fp8":
-        size = pack_linears(size, fp8_linears(renderer.family, renderer.config, str(directory)).values())
+        size = pack_linears(size, fp8_matrices(renderer.family, renderer.config, str(directory)).values())
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(

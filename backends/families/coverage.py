@@ -16,6 +16,7 @@ from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.families.family import Family
 from tinker_server.backends.families.lora_names import find_trained_modules, has_stacked_experts, service_adapters
 from tinker_server.backends.formats.block_fp8 import SCALE
+from tinker_server.backends.formats.expert_names import expert_matrices
 from tinker_server.backends.formats.model_files import tensor_layouts
 from tinker_server.backends.protocol import BackendFailed
 
@@ -139,23 +140,31 @@ def _compare_layouts(model: PreTrainedModel, modules: Iterable[str]) -> tuple[in
     return more_of_own, divides_linears, more_of_blocks
 
 
-def decoder_linears(family: Family, config: PretrainedConfig, source: str) -> dict[str, tuple[int, int]]:
-    """Return the names of the weights of the decoder's linears, but for the head's, with outputs and inputs."""
+def decoder_matrices(family: Family, config: PretrainedConfig, source: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the matrices of each of the decoder's linears and mixtures, but for the head, by the module's name: names
+    as files have a linear's weight, or experts that are not in stacks, with outputs and inputs."""
     model = _without_memory(family, config, source)
     groups = family.lora_modules(model)
     modules = {name: model.get_submodule(name) for name in [*groups["train_attn"], *groups["train_mlp"]]}
-    return {
-        f"{name}.weight": (module.out_features, module.in_features)
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear)
-    }
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            found[name] = {f"{name}.weight": (module.out_features, module.in_features)}
+        elif has_stacked_experts(module) and "gate_up_proj" in dict(module.named_parameters()):
+            count, hidden, inner = module.down_proj.shape
+            found[name] = expert_matrices(name, (count, hidden, inner))
+    return found
 
 
-def fp8_linears(family: Family, config: PretrainedConfig, directory: str) -> dict[str, tuple[int, int]]:
-    """Return those of `decoder_linears` whose weights are in fp8 in the files, in a tensor of their own name."""
+def fp8_matrices(family: Family, config: PretrainedConfig, directory: str) -> dict[str, tuple[int, int]]:
+    """Return the names and shapes of the decoder's weights that are in fp8 in the files, in a tensor of their own name;
+    those of a layer's experts if all of them are."""
     layouts = tensor_layouts(Path(directory))
-    linears = decoder_linears(family, config, directory)
-    return {name: shape for name, shape in linears.items() if f"{name}{SCALE}" in layouts}
+    found: dict[str, tuple[int, int]] = {}
+    for matrices in decoder_matrices(family, config, directory).values():
+        if all(f"{name}{SCALE}" in layouts for name in matrices):
+            found |= matrices
+    return found
 
 
 def image_token(config: PretrainedConfig, number_bytes: int) -> ImageToken | None:

@@ -5,10 +5,11 @@ They do so with each tensor as it is read, or, if the base stays in fp8, for eac
 matrix are one tensor of bytes, packed, which all code that hands weights on can take for a weight. Knows neither
 transformers nor vLLM.
 
-N outputs, K inputs, I and J blocks of them, B bytes of a packed matrix
+N outputs, K inputs, I and J blocks of them, B bytes of a packed matrix; E experts of a mixture, S (token, expert) pairs
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -134,17 +135,47 @@ def multiply(x_MK: Tensor, weight_B: Tensor, found_MN: Tensor) -> None:
     product(x_MK.contiguous(), numbers_NK, scale_IJ, BLOCK, found_MN)
 
 
+def multiply_by_expert(
+    x_SK: Tensor, weight_EB: Tensor, ends_E: Tensor, found_SN: Tensor, *, is_transposed: bool
+) -> None:
+    """Write each pair's x W^T, or x W if `is_transposed`, to its row of `found_SN`. W is the dequantised matrix of the
+    pair's expert; pairs are in the experts' order, and `ends_E` is int32: the end of each expert's."""
+    shape = found_SN.shape[1], x_SK.shape[1]
+    shape = shape[::-1] if is_transposed else shape
+    if x_SK.dtype == torch.bfloat16 and _has_kernel(x_SK.device):
+        from tinker_server.backends.kernels.fp8_experts import SortedPairs, product_by_expert
+
+        pairs = SortedPairs(ends_E)
+        product_by_expert(x_SK.contiguous(), halves(weight_EB, *shape), pairs, found_SN, is_transposed=is_transposed)
+        return
+    whole_NK = x_SK.new_empty(shape)
+    for expert, (begin, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+        if end > begin:
+            unpack(weight_EB[expert], whole_NK)
+            torch.mm(x_SK[begin:end], whole_NK if is_transposed else whole_NK.T, out=found_SN[begin:end])
+
+
+def require_kernel(device: torch.device) -> None:
+    """Raise BackendFailed if experts in fp8 cannot be multiplied on a device without a wait for it."""
+    if device.type == "cuda" and not _has_kernel(device):
+        raise BackendFailed(
+            "base_precision fp8 (setting backend.base_precision) is not supported with experts on"
+            f" {torch.cuda.get_device_name(device)}: Triton converts fp8 from compute capability 8.9 on; leave it out"
+        )
+
+
 def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and choices_on(device).kernels_for_fp8
 
 
 def halves(weight_B: Tensor, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers [N, K] and scales [I, J] of a packed matrix. They share its memory."""
+    """Return the numbers [..., N, K] and scales [..., I, J] of a packed matrix, or of a stack of them. They share its
+    memory."""
     num_scale_bytes = _scale_bytes(num_outputs, num_inputs)
     begin = _round_up(num_scale_bytes)
-    scale_IJ = weight_B[:num_scale_bytes].view(torch.float32).view(-(-num_outputs // BLOCK), -1)
-    numbers = weight_B[begin : begin + num_outputs * num_inputs].view(torch.float8_e4m3fn)
-    return numbers.view(num_outputs, num_inputs), scale_IJ
+    scale_IJ = weight_B[..., :num_scale_bytes].view(torch.float32).unflatten(-1, (-(-num_outputs // BLOCK), -1))
+    numbers = weight_B[..., begin : begin + num_outputs * num_inputs].view(torch.float8_e4m3fn)
+    return numbers.unflatten(-1, (num_outputs, num_inputs)), scale_IJ
 
 
 def _scale_bytes(num_outputs: int, num_inputs: int) -> int:

@@ -53,9 +53,11 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Phi-3": partial(make_tiny_of, "phi3", **WIDE),
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
+    "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
     "DeepSeek-V3": make_tiny_deepseek_v3,
 }
+MIXTURES = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE", "DeepSeek-V3")
 POWERS_OF_TWO = {"Qwen3 MoE": torch.float32, "DeepSeek-V3": torch.float8_e8m0fnu}
 """Types of scales that are powers of two, of some of the models."""
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
@@ -115,7 +117,7 @@ def test_the_trainer_has_the_numbers_of_transformers_own_dequantisation(make, dt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sources", ["Qwen3", "Phi-3", "Qwen3-VL"], indirect=True)
+@pytest.mark.parametrize("sources", ["Qwen3", "Phi-3", "Qwen3-VL", "Qwen3.5", *MIXTURES], indirect=True)
 def test_linears_that_stay_in_fp8_have_the_scores_and_gradients_of_dequantised_ones(sources, dtype: Any) -> None:
     _, quantised = sources
     renderer = make_renderer(quantised)
@@ -136,10 +138,18 @@ def test_linears_that_stay_in_fp8_have_the_scores_and_gradients_of_dequantised_o
     layers = [rank.base.scorer.model.get_decoder().layers for rank in ranks]
     matrices = [{name: one for name, one in part.named_parameters() if name.endswith("base.weight")} for part in layers]
     whole_names = {name for name, one in matrices[1].items() if one.dtype != torch.uint8}
-    of_files = set() if renderer.takes_images else {"0.self_attn.k_proj.base.weight"} & matrices[1].keys()
-    assert whole_names == of_files
+    of_files = () if renderer.takes_images else ("0.self_attn.k_proj.base.weight",)
+    gates = ("linear_attn.in_proj_a.base.weight", "linear_attn.in_proj_b.base.weight")
+    assert whole_names == {name for name in matrices[1] if name in of_files or name.endswith(gates)}
     for name in matrices[1].keys() - whole_names:
         assert matrices[1][name].nbytes == packed_bytes(*matrices[0][name].shape), name
+    for name, stack in layers[0].named_parameters():
+        if name.endswith(("experts.base.gate_up_proj", "experts.base.down_proj")):
+            matrices_of_one = 2 if "gate_up" in name else 1
+            of_one = packed_bytes(stack.shape[1] // matrices_of_one, stack.shape[2])
+            packed_stack = layers[1].get_parameter(name)
+            assert packed_stack.dtype == torch.uint8
+            assert packed_stack.shape == (len(stack), matrices_of_one * of_one), name
 
 
 def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
@@ -167,7 +177,7 @@ async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sources", ["Qwen3", "Qwen3-VL", "Phi-3"], indirect=True)
+@pytest.mark.parametrize("sources", ["Qwen3", "Qwen3-VL", "Phi-3", "Qwen3.5", *MIXTURES], indirect=True)
 async def test_an_engine_whose_linears_stay_in_fp8_scores_as_the_trainer(sources, tmp_path: Path) -> None:
     await assert_scored_alike(sources[1], "fp8", tmp_path)
 

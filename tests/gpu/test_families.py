@@ -25,7 +25,7 @@ from tests.gpu.agreement import (
     on_cuda,
     scoring_datum,
 )
-from tests.models import DIVIDED, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
+from tests.models import DIVIDED, EXPERTS, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config, scores_of, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
 from tinker_server.api_schemas.inputs import Datum, ModelInput
@@ -59,9 +59,12 @@ SAMPLED = (
 tiles of an image, images whose tokens see each other, scaled logits, and latent attention."""
 
 
-def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 1088, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 4160}
-    source = make_tiny_of("qwen3", tmp_path / "whole", num_hidden_layers=4, **sizes)
+    if kind == "qwen3_moe":  # all experts for each token: rounding sends none to another
+        sizes |= {**EXPERTS, "num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 832}
+    source = make_tiny_of(kind, tmp_path / "whole", num_hidden_layers=4, **sizes)
     quantised = quantise_in_blocks(source, tmp_path / "quantised")
     data = [datum(model_input, make_renderer(quantised)) for model_input in TEXTS.values()]
     found, held = [], []
@@ -162,8 +165,15 @@ async def test_a_sampler_of_several_ranks_scores_as_the_trainer(kind, tmp_path):
     await check_sampler(kind, make(tmp_path / "model"), tmp_path, tensor_parallel=num_ranks, placement=placement)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5", "Qwen3.5 MoE", "DeepSeek-V3"])
+async def test_a_sampler_of_a_base_that_stays_in_fp8_scores_as_the_trainer(kind, tmp_path):
+    quantised = quantise_in_blocks(FAMILIES[kind](tmp_path / "model"), tmp_path / "quantised")
+    await check_sampler(kind, quantised, tmp_path, is_quantised=True, base_precision="fp8")
+
+
 async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) -> None:
-    rank, renderer = on_cuda(source, "bfloat16"), make_renderer(source)
+    precision = others.get("base_precision")
+    rank, renderer = on_cuda(source, "bfloat16", base_precision=precision), make_renderer(source)
     data, weights = inputs(renderer), {}
     for number, name in enumerate(("a", "b")):
         rank.create_model(name, LORA.model_copy(update={"rank": 4 << number, "seed": number}))

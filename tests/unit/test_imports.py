@@ -189,7 +189,16 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "cluster": (("backends.cluster",), 2),
     "context slices": (("backends.trainer.model.context",), 2),
     "dashboard": (("tinker_server.dashboard",), 1),
-    "fp8": (("backends.kernels.fp8", "backends.formats.block_fp8", "backends.trainer.lora.packed_fp8"), 8),
+    "fp8": (
+        (
+            "backends.kernels.fp8",
+            "backends.kernels.fp8_experts",
+            "backends.formats.block_fp8",
+            "backends.trainer.lora.packed_fp8",
+            "backends.sampler.engine.vllm_patches.packed_experts",
+        ),
+        10,
+    ),
     "images by address": (("tinker_server.image_addresses", "tinker_server.image_hosts"), 4),
     "linear attention and Mamba2": (
         (

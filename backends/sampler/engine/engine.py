@@ -10,7 +10,7 @@ import vllm
 from transformers import AutoConfig, GenerationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from tinker_server.backends.families.coverage import fp8_linears
+from tinker_server.backends.families.coverage import fp8_matrices
 from tinker_server.backends.families.family import Vision
 from tinker_server.backends.families.lora_names import ENGINE_MODULES
 from tinker_server.backends.families.registry import find_family
@@ -140,7 +140,7 @@ def stays_in_fp8(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     if spec.base_precision != "fp8" or spec.tensor_parallel > 1:
         return {}
     config = AutoConfig.from_pretrained(spec.directory)
-    return fp8_linears(find_family(config, spec.source), config, spec.directory)
+    return fp8_matrices(find_family(config, spec.source), config, spec.directory)
 
 
 def _config_changes(config: ModelSpec) -> dict[str, object]:

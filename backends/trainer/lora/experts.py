@@ -25,6 +25,7 @@ from tinker_server.backends.families.gpt_oss import apply_gate
 from tinker_server.backends.families.gpt_oss.experts import BiasedExperts
 from tinker_server.backends.trainer.lora.grouped import expert_factor, lora_grouped, multiply_by_expert
 from tinker_server.backends.trainer.lora.linear import TokenScales
+from tinker_server.backends.trainer.lora.packed_fp8 import PackedExperts
 from tinker_server.backends.trainer.lora.shared_factors import multiply_a, multiply_b
 
 
@@ -107,12 +108,13 @@ class _Pairs(NamedTuple):
 class LoraExperts(nn.Module):
     """Replaces a layer's experts."""
 
-    def __init__(self, base: StackedExperts | BiasedExperts, scales: TokenScales) -> None:
+    def __init__(self, base: StackedExperts | BiasedExperts | PackedExperts, scales: TokenScales) -> None:
         super().__init__()
         # FSDP2 knows the experts by their module: it stays where their weights are.
         self.base, self._scales = base, scales
         self.has_gate = base.has_gate
-        count, hidden, inner = base.down_proj.shape
+        count, hidden, inner = base.sizes if isinstance(base, PackedExperts) else base.down_proj.shape
+        self._num_experts = count
         into = {name: (inner, hidden) for name in self._into}
         own = {name: ExpertAdapters(count, (count, count), *shape) for name, shape in into.items()}
         shared = {name: ExpertAdapters(count, (1, count), *shape) for name, shape in into.items()}
@@ -128,14 +130,13 @@ class LoraExperts(nn.Module):
 
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return [T, H], the sum of each token's experts, weighted by the router."""
-        num_experts, _, inner = self.base.down_proj.shape
         scales_TR = self._scales.scales_TR
-        pairs = _Pairs.of(experts_TK, num_experts, scales_TR)
+        pairs = _Pairs.of(experts_TK, self._num_experts, scales_TR)
         x_SH = hidden_TH[pairs.token_S]
         weights = self.base.gate_up_proj if self.has_gate else cast(StackedExperts, self.base).up_proj
         parts_SI = [
             self._product(name, x_SH, weight_EIH, pairs)
-            for name, weight_EIH in zip(self._into, weights.split(inner, dim=1), strict=True)
+            for name, weight_EIH in zip(self._into, weights.chunk(len(self._into), dim=1), strict=True)
         ]
         shared = self.adapters["service"]
         if shared["up_proj"].is_loaded:
@@ -161,7 +162,7 @@ class LoraExperts(nn.Module):
         """Return [S, O], each pair by its expert's matrix and own adapter."""
         own = self.adapters["own"][name]
         if not own.is_loaded:
-            return cast(Tensor, multiply_by_expert(x_SI, weight_EOI, pairs.ends_E))
+            return cast(Tensor, multiply_by_expert(x_SI, weight_EOI, pairs.ends_E, own.matrix_shape[0]))
         return cast(Tensor, lora_grouped(x_SI, weight_EOI, *own.all, pairs.scales_SR, pairs.ends_E)[0])
 
     def _activate(self, parts_SI: Sequence[Tensor], experts_S: Tensor) -> Tensor:

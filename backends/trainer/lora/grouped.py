@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinker_server.backends.formats import block_fp8
 from tinker_server.backends.kernels.autograd import Context
 from tinker_server.backends.trainer.lora.linear import add_product, apply_scales
 
@@ -28,9 +29,11 @@ def lora_grouped(  # noqa: PLR0913
     ends_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return [S, O], each pair by its expert's matrix and adapter, and the scaled inner products [S, R] for backward,
-    which adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs."""
+    which adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs. Matrices that stay
+    in fp8 are packed."""
     inner_SR = apply_scales(_multiply_groups(x_SI, a_ERI.mT, ends_E), scales_SR)
-    return _multiply_groups(x_SI, weight_EOI.mT, ends_E).add_(_multiply_groups(inner_SR, b_ERO, ends_E)), inner_SR
+    y_SO = _multiply_by_matrices(x_SI, weight_EOI, ends_E, b_ERO.shape[2])
+    return y_SO.add_(_multiply_groups(inner_SR, b_ERO, ends_E)), inner_SR
 
 
 @torch.library.custom_op("tinker_server::lora_grouped_backward", mutates_args=("grad_a_ERI", "grad_b_ERO"))
@@ -50,13 +53,17 @@ def lora_grouped_backward(  # noqa: PLR0913
     grad_inner_SR = apply_scales(_multiply_groups(grad_y_SO, b_ERO.mT, ends_E), scales_SR)
     _add_grouped_product(grad_b_ERO, inner_SR, grad_y_SO, ends_E)
     _add_grouped_product(grad_a_ERI, grad_inner_SR, x_SI, ends_E)
-    return _multiply_groups(grad_y_SO, weight_EOI, ends_E).add_(_multiply_groups(grad_inner_SR, a_ERI, ends_E))
+    grad_x_SI = _multiply_by_matrices(grad_y_SO, weight_EOI, ends_E, x_SI.shape[1], is_transposed=True)
+    return grad_x_SI.add_(_multiply_groups(grad_inner_SR, a_ERI, ends_E))
 
 
 @torch.library.custom_op("tinker_server::multiply_by_expert", mutates_args=())
-def multiply_by_expert(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Return [S, O], each pair by its expert's frozen matrix. For backward x is not kept."""
-    return _multiply_groups(x_SI, weight_EOI.mT, ends_E)
+def multiply_by_expert(
+    x_SN: Tensor, weight_EOI: Tensor, ends_E: Tensor, num_columns: int, is_transposed: bool = False
+) -> Tensor:
+    """Return x W^T [S, O] of inputs [S, I], each pair by its expert's frozen matrix, or x W [S, I] of [S, O] if
+    `is_transposed`; that many columns. For backward x is not kept."""
+    return _multiply_by_matrices(x_SN, weight_EOI, ends_E, num_columns, is_transposed=is_transposed)
 
 
 @torch.library.custom_op("tinker_server::expert_factor", mutates_args=())
@@ -85,6 +92,17 @@ def expert_factor_backward(  # noqa: PLR0913
     inner_SR, outer_SN = (grad_y_SN, x_SN) if is_a else (x_SN, grad_y_SN)
     _add_grouped_product(grad_factor_ERN, inner_SR, outer_SN, ends_E)
     return _multiply_groups(grad_y_SN, factor_ERN if is_a else factor_ERN.mT, ends_E)
+
+
+def _multiply_by_matrices(
+    x_SN: Tensor, weight_EOI: Tensor, ends_E: Tensor, num_columns: int, *, is_transposed: bool = False
+) -> Tensor:
+    """Multiply each expert's pairs by its frozen matrix, which is packed if that keeps it in fp8."""
+    if weight_EOI.dtype != torch.uint8:
+        return _multiply_groups(x_SN, weight_EOI if is_transposed else weight_EOI.mT, ends_E)
+    found = x_SN.new_empty(x_SN.shape[0], num_columns)
+    block_fp8.multiply_by_expert(x_SN, weight_EOI, ends_E, found, is_transposed=is_transposed)
+    return found
 
 
 def _multiply_groups(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -132,8 +150,8 @@ def _backward(ctx: Context, grad_y_SO: Tensor, _: Tensor) -> tuple[Tensor | None
 
 
 @lora_grouped.register_fake
-def _(x_SI: Tensor, weight_EOI: Tensor, a_ERI: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1]), x_SI.new_empty(x_SI.shape[0], a_ERI.shape[1])
+def _(x_SI: Tensor, _weight: Tensor, a_ERI: Tensor, b_ERO: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return x_SI.new_empty(x_SI.shape[0], b_ERO.shape[2]), x_SI.new_empty(x_SI.shape[0], a_ERI.shape[1])
 
 
 @lora_grouped_backward.register_fake
@@ -145,18 +163,30 @@ lora_grouped.register_autograd(_backward, setup_context=_save)
 
 
 @multiply_by_expert.register_fake
-def _(x_SI: Tensor, weight_EOI: Tensor, _: Tensor) -> Tensor:
-    return x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
+def _(x_SN: Tensor, _weight: Tensor, _ends: Tensor, num_columns: int, is_transposed: bool = False) -> Tensor:  # noqa: ARG001
+    return x_SN.new_empty(x_SN.shape[0], num_columns)
 
 
-def save_for_product_gradient(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
+class _ProductContext(Context, Protocol):
+    num_inputs: int
+    is_transposed: bool
+
+
+def save_for_product_gradient(
+    ctx: _ProductContext,
+    inputs: tuple[Tensor, Tensor, Tensor, int, bool],
+    output: Tensor,  # noqa: ARG001
+) -> None:
     """Save what `backpropagate_product` needs of `multiply_by_expert`: torch's `setup_context`."""
-    ctx.save_for_backward(*inputs[1:])
+    x_SN, weight_EOI, ends_E, _, ctx.is_transposed = inputs
+    ctx.num_inputs = x_SN.shape[1]
+    ctx.save_for_backward(weight_EOI, ends_E)
 
 
-def backpropagate_product(ctx: Context, grad_y_SO: Tensor) -> tuple[Tensor | None, ...]:
+def backpropagate_product(ctx: _ProductContext, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     weight_EOI, ends_E = ctx.saved_tensors
-    return multiply_by_expert(grad_y_SO.contiguous(), weight_EOI.mT, ends_E), None, None
+    grad_x = multiply_by_expert(grad_y.contiguous(), weight_EOI, ends_E, ctx.num_inputs, not ctx.is_transposed)
+    return grad_x, *(None,) * 4
 
 
 multiply_by_expert.register_autograd(backpropagate_product, setup_context=save_for_product_gradient)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,23 @@ from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedMo
 from transformers.utils.logging import set_tqdm_hook
 
 from tinker_server.backends.base_weights.mapped import BaseTensors, Files, JoinedViews, map_tensors
-from tinker_server.backends.families.coverage import fp8_linears
+from tinker_server.backends.families.coverage import fp8_matrices
 from tinker_server.backends.families.deepseek_v3 import not_loaded
 from tinker_server.backends.families.family import Family
 from tinker_server.backends.families.gpt_oss.experts import lay_out_experts
 from tinker_server.backends.families.nemotron_h import unlimit_time_steps
-from tinker_server.backends.formats.block_fp8 import SCALE, is_in_blocks
+from tinker_server.backends.formats.block_fp8 import SCALE, is_in_blocks, require_kernel
+from tinker_server.backends.formats.expert_names import stack_name
 from tinker_server.backends.formats.model_files import quantisation, tensor_bytes
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.processes.progress import Progress
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.trainer.distributed import Root, World, shard
-from tinker_server.backends.trainer.lora.packed_fp8 import PackedLinear
+from tinker_server.backends.trainer.lora.experts import StackedExperts
+from tinker_server.backends.trainer.lora.packed_fp8 import PackedExperts, PackedLinear
 from tinker_server.backends.trainer.model import attention
 from tinker_server.backends.trainer.model.own_precision import keeping_precision
-from tinker_server.backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
+from tinker_server.backends.trainer.model.stacked_experts import Readable, stacked_shapes, with_stacked_experts
 
 log = logging.getLogger(__name__)
 _MAX_NAMES = 5
@@ -95,9 +97,9 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     lay_out_experts(model, own, dtype)
     unlimit_time_steps(model)
     if staying:
-        for name, weight_B in _packed(config, staying, tensors):
-            _pack_linear(name, model)
-            own[name] = weight_B.to(world.device)
+        _pack_modules(model, staying, world.device)
+        for name, weight in _read_packed(config, staying, tensors):
+            own[name] = weight.to(world.device)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
@@ -129,18 +131,20 @@ def _model(
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     config = AutoConfig.from_pretrained(spec.directory)
     is_fp8 = is_in_blocks(quantisation(config))
-    stand_ins = {name: _StandIn(shape, getattr(torch, spec.dtype)) for name, shape in staying.items()}
+    stand_ins = {name: _StandIn(shape, getattr(torch, spec.dtype)) for name, shape in stacked_shapes(staying).items()}
     if tensors is not None:
-        state: Mapping[str, Readable] = {**tensors.mapped, **tensors.own, **stand_ins}
+        state: dict[str, Readable] = {**tensors.mapped, **tensors.own}
+        state = {name: tensor for name, tensor in state.items() if name not in staying}
         with JoinedViews(tensors.mapped):  # which joins nothing in transformers' threads
-            state = {name: one[...] for name, one in with_stacked_experts(state).items()} if is_fp8 else state
+            state = {name: found[...] for name, found in with_stacked_experts(state).items()} if is_fp8 else state
+            state |= {name: stand_in[...] for name, stand_in in stand_ins.items()}
             return _made_of(state, family, config, arguments)
     if is_fp8:
         # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
         dtype = getattr(torch, spec.dtype)
         with Files(Path(spec.directory), dtype) as files:
-            slices: dict[str, Readable] = {name: files.slice(name) for name in files.names()}
-            return _made_of(with_stacked_experts(slices | stand_ins), family, config, arguments)
+            slices: dict[str, Readable] = {name: files.slice(name) for name in files.names() if name not in staying}
+            return _made_of(with_stacked_experts(slices) | stand_ins, family, config, arguments)
     if quantisation(config) is not None:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
     model, found = family.model_class.from_pretrained(spec.directory, **arguments)
@@ -149,10 +153,10 @@ def _model(
 
 def _staying(spec: ModelSpec, family: Family) -> dict[str, tuple[int, int]]:
     """Return the names and shapes of the tensors that stay in fp8. Raises BackendFailed if there are none."""
-    found = fp8_linears(family, AutoConfig.from_pretrained(spec.directory), spec.directory)
+    found = fp8_matrices(family, AutoConfig.from_pretrained(spec.directory), spec.directory)
     if not found:
         raise BackendFailed(
-            f"{spec.directory}: no linear of the decoder has a tensor in fp8 of its own name; start without"
+            f"{spec.directory}: no matrix of the decoder has a tensor in fp8 of its own name; start without"
             " --base-precision"
         )
     return found
@@ -169,22 +173,42 @@ class _StandIn:
         return torch.zeros((), dtype=self.dtype).expand(self.shape)
 
 
-def _packed(spec: ModelSpec, names: Collection[str], tensors: BaseTensors | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that stay in fp8 by name, packed: those that are read already, or from the files."""
+@dataclass(frozen=True)
+class _PackedInFile:
+    """A tensor that is packed when it is read."""
+
+    files: Files
+    name: str
+
+    def __getitem__(self, index: EllipsisType, /) -> Tensor:
+        return self.files.tensor(self.name)
+
+
+def _read_packed(spec: ModelSpec, names: Collection[str], tensors: BaseTensors | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield what stays in fp8 by the model's names, packed: of tensors that are read already, or from the files."""
     if tensors is not None:
         read = {**tensors.mapped, **tensors.own}
-        yield from ((name, read[name]) for name in names)
+        with JoinedViews(tensors.mapped):
+            stacked = with_stacked_experts({name: read[name] for name in names})
+            whole = {name: tensor[...] for name, tensor in stacked.items()}
+        yield from whole.items()
         return
     with Files(Path(spec.directory), getattr(torch, spec.dtype), names) as files:
-        yield from ((name, files.tensor(name)) for name in names)
+        stacked = with_stacked_experts({name: _PackedInFile(files, name) for name in names})
+        yield from ((name, tensor[...]) for name, tensor in stacked.items())
 
 
-def _pack_linear(name: str, model: PreTrainedModel) -> None:
-    """Replace the linear of a tensor that stays in fp8."""
-    module = name.removesuffix(".weight")
-    linear = model.get_submodule(module)
-    assert isinstance(linear, nn.Linear)
-    model.set_submodule(module, PackedLinear(linear))
+def _pack_modules(model: PreTrainedModel, names: Iterable[str], device: torch.device) -> None:
+    """Replace the linears and the experts of tensors that stay in fp8."""
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in map(stack_name, names)):
+        found = model.get_submodule(module)
+        if isinstance(found, nn.Linear):
+            model.set_submodule(module, PackedLinear(found))
+        else:
+            require_kernel(device)
+            experts = cast(StackedExperts, found)
+            count, hidden, inner = experts.down_proj.shape
+            model.set_submodule(module, PackedExperts((count, hidden, inner), experts.act_fn))
 
 
 def _made_of(

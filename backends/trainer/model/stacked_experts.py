@@ -6,8 +6,7 @@ knows only the latter form of these kinds.
 E experts, I inner width, H hidden width
 """
 
-import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -16,8 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")
-_STACKS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+from tinker_server.backends.formats.expert_names import STACKS, expert_matrix, stack_name
 
 
 class Readable(Protocol):
@@ -39,29 +37,40 @@ class _Stack:
         return stacks[0] if len(stacks) == 1 else torch.cat(stacks, 1)
 
 
-def stack_name(name: str) -> str:
-    """Return the name of the stack that has an expert's matrix; any other name as it is."""
-    found = _EXPERT.fullmatch(name)
-    return name if found is None else f"{found['experts']}.{_STACKS[found['matrix']]}"
-
-
 def with_stacked_experts(state: Mapping[str, Readable]) -> dict[str, Readable]:
     """Put stacks in the place of experts, which are numbered from 0. Where a matrix is missing they stay, and the model
     then lacks their stack."""
     stacked: dict[str, Readable] = {}
     experts: defaultdict[str, dict[tuple[str, int], str]] = defaultdict(dict)
     for name, tensor in state.items():
-        if found := _EXPERT.fullmatch(name):
-            experts[stack_name(name)][found["matrix"], int(found["number"])] = name
+        if found := expert_matrix(name):
+            experts[stack_name(name)][found[2], found[1]] = name
         else:
             stacked[name] = tensor
     for stack, names in experts.items():
         kinds = sorted({kind for kind, _ in names})  # gate before up
         numbers = range(len(names) // len(kinds))
-        if kinds == [kind for kind, one in _STACKS.items() if stack.endswith(one)] and all(
+        if kinds == [kind for kind, one in STACKS.items() if stack.endswith(one)] and all(
             (kind, number) in names for kind in kinds for number in numbers
         ):
             stacked[stack] = _Stack([[state[names[kind, number]] for number in numbers] for kind in kinds])
         else:
             stacked |= {name: state[name] for name in names.values()}
     return stacked
+
+
+def stacked_shapes(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of matrices by the model's names, of experts' those of their stacks."""
+    found: dict[str, tuple[int, ...]] = {}
+    counts: Counter[str] = Counter()
+    for name, (outputs, inputs) in shapes.items():
+        stack, matrix = stack_name(name), expert_matrix(name)
+        if matrix is None:
+            found[stack] = outputs, inputs
+        elif matrix[2] == "gate":  # its up stands below it
+            counts[stack] += 1
+            found[stack] = counts[stack], 2 * outputs, inputs
+        elif matrix[2] == "down":
+            counts[stack] += 1
+            found[stack] = counts[stack], outputs, inputs
+    return found

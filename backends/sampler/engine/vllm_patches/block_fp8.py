@@ -6,43 +6,59 @@ dequantise them for each product or, where tokens are few, within it (`formats/b
 N outputs and K inputs of a linear, B bytes
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import is_weights_pre_processed
 
 from tinker_server.backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
+from tinker_server.backends.formats.expert_names import expert_matrices, expert_matrix
 from tinker_server.backends.sampler.engine.vllm_patches import targets
+from tinker_server.backends.sampler.engine.vllm_patches.packed_experts import PackedExpertsMethod
 
 Weights = Iterator[tuple[str, Tensor]]
 METHOD = "tinker_packed_fp8"
-_STAYING = "staying"
+_LINEARS, _EXPERTS = "linears", "experts"
 _QUERIES = ("q", "k", "v")
 """As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
+_JOINED = {"in_proj_qkvz": (3, 1)}
+"""Numbers of vLLM's parts of a linear that each of the files' tensors has, where it has several."""
 
 
-def make_quantization_config(names: Collection[str]) -> dict[str, object]:
-    """Return the quantization_config of a model whose tensors of these names stay in fp8."""
-    return {"quant_method": METHOD, _STAYING: sorted(names)}
+def make_quantization_config(shapes: Mapping[str, tuple[int, int]]) -> dict[str, object]:
+    """Return the quantization_config of a model whose tensors of these names stay in fp8. Experts are counted, since
+    vLLM logs it."""
+    matrices = {name: expert_matrix(name) for name in shapes}
+    experts = Counter(found[0] for found in matrices.values() if found is not None and found[2] == "gate")
+    linears = sorted(name for name, found in matrices.items() if found is None)
+    return {"quant_method": METHOD, _LINEARS: linears, _EXPERTS: dict(experts)}
 
 
 def staying(config: ModelConfig) -> Collection[str]:
     """Return the names of a model's tensors that stay in fp8."""
     found: Mapping[str, Any] | None = getattr(config.hf_config, "quantization_config", None)
-    return set(found[_STAYING]) if found is not None and found.get("quant_method") == METHOD else ()
+    return _names(found) if found is not None and found.get("quant_method") == METHOD else ()
+
+
+def _names(config: Mapping[str, Any]) -> set[str]:
+    experts = (name for module, count in config[_EXPERTS].items() for name in expert_matrices(module, (count, 0, 0)))
+    return {*config[_LINEARS], *experts}
 
 
 @register_quantization_config(METHOD)
 class PackedFp8(QuantizationConfig):  # type: ignore[misc]
-    """Has linears of the decoder keep packed weights."""
+    """Has linears and experts of the decoder keep packed weights."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -51,7 +67,7 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PackedFp8":
         """Make it of a model's quantization_config."""
-        return cls(config[_STAYING])
+        return cls(_names(config))
 
     def get_name(self) -> str:
         """Return the name by which vLLM knows it."""
@@ -71,13 +87,15 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
         """Return the files with such a config beside config.json: none."""
         return []
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """Return how a layer computes; None for those that are no linears."""
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return how a layer computes; None for those that compute as without quantisation."""
+        if isinstance(layer, RoutedExperts):
+            return PackedExpertsMethod(layer.moe_config) if f"{_key(prefix)}.0.gate_proj" in self._staying else None
         if not isinstance(layer, LinearBase):
             return None
         stem, _, last = _key(prefix).rpartition(".")
         parts = [f"{stem}.{part}" in self._staying for part in self.packed_modules_mapping.get(last, [last])]
-        return PackedLinearMethod(parts) if any(parts) else UnquantizedLinearMethod()
+        return PackedLinearMethod(parts, _JOINED.get(last)) if any(parts) else UnquantizedLinearMethod()
 
 
 def _key(name: str) -> str:
@@ -91,8 +109,10 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     supports_pre_processed_weights = True
 
-    def __init__(self, is_packed: Sequence[bool]) -> None:
+    def __init__(self, is_packed: Sequence[bool], joined_parts: Sequence[int] | None = None) -> None:
+        """`is_packed` is of each tensor of the files, which has so many of vLLM's parts; by default all have one."""
         self._is_packed = is_packed
+        self._first_parts = [0, *accumulate(joined_parts or [1] * len(is_packed))]
         self._outputs: list[int] = []
         self._inputs = 0
         self._missing: set[int] = set()
@@ -111,9 +131,10 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         if input_size_per_partition != input_size or sum(output_partition_sizes) != output_size:
             raise ValueError("linears that stay in fp8 are not divided over ranks")
         # Files may have a linear of several parts as one tensor.
-        self._outputs = output_partition_sizes if len(self._is_packed) > 1 else [output_size]
-        if len(self._outputs) != len(self._is_packed):
-            raise ValueError(f"{len(self._outputs)} parts of a linear, and {len(self._is_packed)} names")
+        sizes = output_partition_sizes if len(self._is_packed) > 1 else [output_size]
+        if len(sizes) != self._first_parts[-1]:
+            raise ValueError(f"{len(sizes)} parts of a linear, and {self._first_parts[-1]} in the files")
+        self._outputs = [sum(sizes[begin:end]) for begin, end in pairwise(self._first_parts)]
         self._inputs, self._dtype = input_size, params_dtype
         self._missing = set(range(len(self._outputs)))
         weight = nn.Parameter(torch.empty(sum(self._sizes()), dtype=torch.uint8), requires_grad=False)
@@ -128,9 +149,10 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
             for outputs, is_packed in zip(self._outputs, self._is_packed, strict=True)
         ]
 
-    def _load(self, weight_B: Tensor, loaded: Tensor, part: str | int | None = None) -> None:
-        """Copy a part's tensor of the files. Raises ValueError for one that does not fit."""
-        number = _QUERIES.index(part) if isinstance(part, str) else part or 0
+    def _load(self, weight_B: Tensor, loaded: Tensor, part: str | int | tuple[int, ...] | None = None) -> None:
+        """Copy a tensor of the files. Raises ValueError for one that does not fit."""
+        first = part[0] if isinstance(part, tuple) else _QUERIES.index(part) if isinstance(part, str) else part or 0
+        number = self._first_parts.index(first)
         if part is None and len(self._outputs) > 1:
             raise ValueError("a tensor in fp8 of several linears; start without --base-precision")
         bytes_ = loaded if self._is_packed[number] else loaded.to(self._dtype).contiguous().view(-1).view(torch.uint8)

@@ -137,18 +137,24 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         *_: object,
         **__: object,
     ) -> None:
-        """Fill `output` [N, H]. `w1` is [E, 2 I, H], gate above up, or up alone [E, I, H], and `w2` [E, H, I]."""
+        """Fill `output` [N, H]. `w1` is [E, 2 I, H], gate above up, or up alone [E, I, H], and `w2` [E, H, I], but for
+        what `_matrices` makes of them."""
         if activation not in _ACTIVATIONS:
             raise NotImplementedError(f"experts with {activation.value} have no adapters on the CPU")
         total_NH = torch.zeros(hidden_states.shape, dtype=torch.float32)
         for expert in topk_ids.unique().tolist():
             rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
             x = hidden_states[rows]
-            into = self._with_adapters(_plus(x @ w1[expert].T, self.w1_bias, expert), x, "w13", expert, rows)
-            inner = _ACTIVATIONS[activation](*into.split(w2.shape[2], -1))
-            y = self._with_adapters(_plus(inner @ w2[expert].T, self.w2_bias, expert), inner, "w2", expert, rows)
+            into_NH, out_HI = self._matrices(w1[expert], w2[expert], x)
+            into = self._with_adapters(_plus(x @ into_NH.T, self.w1_bias, expert), x, "w13", expert, rows)
+            inner = _ACTIVATIONS[activation](*into.split(out_HI.shape[1], -1))
+            y = self._with_adapters(_plus(inner @ out_HI.T, self.w2_bias, expert), inner, "w2", expert, rows)
             total_NH.index_add_(0, rows, (y * topk_weights[rows, choices, None]).float())
         output.copy_(total_NH)
+
+    def _matrices(self, w1: Tensor, w2: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an expert's matrices [2 I, H] and [H, I], in the type of `like`."""
+        return w1, w2
 
     def _with_adapters(self, y: Tensor, x: Tensor, name: str, expert: int, rows: Tensor) -> Tensor:
         """Add to `y` the output of the rows' adapters of this expert for `x`, side by side as their matrices are."""

@@ -367,4 +367,25 @@ TOOL_CALL_ENDS = Patch(
     "28f414a41d92760a4c7137c1341faaced99c750313e1858af7d2f96fc1c8d1de",
     "An end tag within a string of a call's arguments ends the call there, so that its arguments are no JSON.",
 )
+PACKED_EXPERTS = Patch(
+    "packed-experts",
+    "vllm.model_executor.layers.fused_moe.experts.triton_moe:TritonExperts.apply",
+    "283b2cdb5a53751be41095782a8dfae4ab1569869fbe0fc174af66df12a0a92e",
+    "Experts that stay in fp8 have the trainer's numbers: vLLM's own in fp8 round what they multiply by, too.",
+    how="overridden",
+)
+PACKED_EXPERTS_WEIGHTS = Patch(
+    "packed-experts-weights",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+    "0d06ae5d1ed6d8ac6641a5b92262a0ca3b5795e0d943210c8096c88f777dece9",
+    "As packed-experts: a layer's experts are bytes.",
+    how="overridden",
+)
+EXPERT_TILES = Patch(
+    "expert-tiles",
+    "vllm.model_executor.layers.fused_moe.moe_align_block_size:moe_align_block_size",
+    "a9b9694d32b426219e61d45d51c940d9b010e5b6ec9ff6af87176fca50e955e2",
+    "Sorts (token, expert) pairs for our kernel: pairs that are none are numbered beyond all others.",
+    how="relied on",
+)
 PATCHES = [*(patch for patch in vars().values() if isinstance(patch, Patch)), *ENGINE_PATCHES]

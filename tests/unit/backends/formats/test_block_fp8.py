@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tests.factories import present
 from tests.models import make_tiny_moe, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl, quantise_in_blocks
+from tests.shapes import shape
 from tinker_server.backends.base_weights.mapped import Files
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models, find
 from tinker_server.backends.configure.memory_plan import Machine, engine_parts, trainer_parts
+from tinker_server.backends.configure.placement import make_plan
 from tinker_server.backends.formats.block_fp8 import (
     check_files,
     dequantised,
@@ -153,12 +155,37 @@ def test_the_plan_counts_linears_that_stay_in_fp8_by_their_bytes(tmp_path: Path)
     assert divided[0] == divided[1]  # ranks of an engine have it dequantised
 
 
+def test_the_plan_counts_experts_that_stay_in_fp8_by_their_bytes(tmp_path: Path) -> None:
+    quantised = quantise_in_blocks(make_tiny_moe(tmp_path / "whole"), tmp_path / "quantised")
+    config = BackendConfig(models={"a": str(quantised)}, device="cpu")
+    whole, found = (
+        describe_models(config.model_copy(update={"base_precision": precision}), Machine(64 << 30))["a"].size.base_bytes
+        for precision in (None, "fp8")
+    )
+    weights = load_file(quantised / "model.safetensors")
+    matrices = {name: tensor for name, tensor in weights.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert any(".experts.0.gate_proj" in name for name in matrices)
+    assert whole - found == sum(4 * matrix.numel() - packed_bytes(*matrix.shape) for matrix in matrices.values())
+
+
+@pytest.mark.parametrize("name", ["30b-a3b", "Qwen/Qwen3.5-35B-A3B"])
+def test_a_large_mixture_in_fp8_fits_one_gpu_of_80_gb(name: str) -> None:
+    def plan(in_fp8: bool) -> object:
+        memory = Machine(0, [int(79.1 * 2**30)], ["H100"])
+        return make_plan([shape(name, in_fp8=in_fp8)], BackendConfig(), memory, "cuda")
+
+    with pytest.raises(BackendFailed):
+        plan(in_fp8=False)
+    assert plan(in_fp8=True)
+    assert shape(name, in_fp8=True).base_bytes < 0.55 * shape(name).base_bytes
+
+
 @pytest.mark.parametrize(
     ("others", "make", "reason"),
     [
         ({}, None, "its files are not in fp8 by blocks"),
-        ({}, make_tiny_moe, "experts are not kept in fp8"),
-        ({}, make_tiny_qwen3_5, "it has not been compared with linear attention"),
+        ({"device": "cuda"}, make_tiny_moe, "experts in fp8 have not been compared on a GPU"),
+        ({"device": "cuda"}, make_tiny_qwen3_5, "linear attention in fp8 has not been compared on a GPU"),
         ({"train_vision": True}, make_tiny_vl, "it has not been compared with backend.train_vision"),
         ({"cluster": True}, make_tiny_text, "it has not been compared on several machines"),
         ({"ranks": 2}, make_tiny_text, "not supported on 2 ranks"),

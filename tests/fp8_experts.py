@@ -1,0 +1,114 @@
+"""Products of pairs with experts in fp8, by our kernel and by definition.
+
+As a program, in Triton's interpreter on the CPU: TRITON_INTERPRET=1 python -m tests.fp8_experts
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from tinker_server.backends.formats.block_fp8 import dequantised, halves, packed
+from tinker_server.backends.kernels.fp8_experts import AlignedPairs, SortedPairs, product_by_expert
+
+Difference = tuple[Tensor, Tensor]
+"""What the kernel gives, and what is exact."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    weight_EB: Tensor
+    """Packed."""
+    whole_ENK: Tensor
+    """Dequantised."""
+
+
+def make_experts(count: int, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> Experts:
+    """Experts whose packed matrices have a gap behind each, as those of gates have that stand before ups."""
+    made = torch.Generator().manual_seed(0)
+    blocks = [-(-size // 128) for size in shape]
+    numbers = (torch.randn(count, *shape, generator=made) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = torch.rand(count, *blocks, generator=made) / 100
+    bytes_EB = torch.stack([packed(*both) for both in zip(numbers, scale, strict=True)])
+    gap = torch.full_like(bytes_EB, 0x7F)  # not a number
+    stack_EB = torch.cat([bytes_EB, gap], 1).to(device)
+    return Experts(stack_EB[:, : bytes_EB.shape[1]], dequantised(numbers, scale, dtype).to(device))
+
+
+def ends_of(counts: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(counts).cumsum(0).int().to(device)
+
+
+def exact_products(x_SN: Tensor, experts: Experts, ends_E: Tensor, *, is_transposed: bool = False) -> Tensor:
+    """In double precision, expert by expert."""
+    matrices = experts.whole_ENK.double()
+    parts = pairwise([0, *ends_E.tolist()])
+    return torch.cat(
+        [
+            x_SN[begin:end].double() @ (matrix if is_transposed else matrix.T)
+            for matrix, (begin, end) in zip(matrices, parts, strict=True)
+        ]
+    )
+
+
+def aligned(experts_S: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs sorted and filled up to whole tiles, as vLLM's `moe_align_block_size` gives them: their numbers, the expert
+    of each tile, and how many numbers are set."""
+    numbers, tiles = [], []
+    for expert in range(count):
+        own = (experts_S == expert).nonzero().flatten().tolist()
+        own += [len(experts_S)] * (-len(own) % rows)
+        numbers += own
+        tiles += [expert] * (len(own) // rows)
+    size = len(experts_S) + count * (rows - 1)
+    padded = numbers + [len(experts_S)] * (-(-size // rows) * rows - len(numbers))
+    experts = tiles + [0] * (len(padded) // rows - len(tiles))
+    return tuple(torch.tensor(part, dtype=torch.int32) for part in (padded, experts, [len(numbers)]))  # type: ignore[return-value]
+
+
+def sorted_products(
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu", *, is_transposed: bool = False
+) -> Difference:
+    """Of pairs whose rows are in the experts' order, so many of each."""
+    experts, ends_E = make_experts(len(counts), shape, dtype, device), ends_of(counts, device)
+    inputs, outputs = shape if is_transposed else shape[::-1]
+    x_SN = torch.randn(sum(counts), inputs, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    found = torch.full((sum(counts), outputs), torch.nan, dtype=dtype, device=device)
+    product_by_expert(x_SN, halves(experts.weight_EB, *shape), SortedPairs(ends_E), found, is_transposed=is_transposed)
+    return found, exact_products(x_SN, experts, ends_E, is_transposed=is_transposed)
+
+
+def aligned_products(
+    num_choices: int, rows: int, dtype: torch.dtype, device: str = "cpu", *, is_weighted: bool
+) -> Difference:
+    """Of pairs by their numbers, beside other results, as those of gates stand beside those of ups."""
+    shape, count, made = (160, 192), 5, torch.Generator().manual_seed(1)
+    experts = make_experts(count, shape, dtype, device)
+    experts_S = torch.cat([torch.randperm(count, generator=made)[:3] for _ in range(29)])
+    x_SN = torch.randn(len(experts_S) // num_choices, shape[1], generator=made).to(device, dtype)
+    weights_S = torch.rand(len(experts_S), generator=made).to(device) if is_weighted else None
+    wide = torch.full((len(experts_S), 2 * shape[0]), torch.nan, dtype=dtype, device=device)
+    tiles = [tensor.to(device) for tensor in aligned(experts_S, count, rows)]
+    pairs = AlignedPairs(tiles[0], tiles[1], tiles[2], rows, num_choices, weights_S)
+    product_by_expert(x_SN, halves(experts.weight_EB, *shape), pairs, wide[:, shape[0] :])
+    assert wide[:, : shape[0]].isnan().all()
+    order = experts_S.argsort(stable=True)
+    ends_E = ends_of(experts_S.bincount(minlength=count).tolist())
+    exact = exact_products(x_SN[(order // num_choices).to(device)], experts, ends_E)[order.argsort().to(device)]
+    return wide[:, shape[0] :], exact if weights_S is None else exact * weights_S[:, None]
+
+
+def _check_in_interpreter() -> None:  # which has no products in bfloat16
+    for shape, is_transposed in product([(160, 192), (64, 300)], [False, True]):
+        _require_close(*sorted_products([0, 37, 0, 21, 3], shape, torch.float32, is_transposed=is_transposed))
+    for num_choices, is_weighted in ((1, True), (3, False)):
+        _require_close(*aligned_products(num_choices, 16, torch.float32, is_weighted=is_weighted))
+
+
+def _require_close(found: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+if __name__ == "__main__":
+    _check_in_interpreter()
