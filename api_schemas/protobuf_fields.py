@@ -56,7 +56,7 @@ def merge(message: Message, body: bytes | memoryview, long: Long, path: Path = (
     for count, field in enumerate(read_fields(body), 1):
         if count > _MAX_FIELDS and len(path) >= _PARTS_OF_DATUM:
             raise MalformedBody(f"{_join(path)} has more than {_MAX_FIELDS} fields and {LONG_BYTES} bytes")
-        known = message.DESCRIPTOR.fields_by_number.get(field.number)
+        known = cast("FieldDescriptor | None", message.DESCRIPTOR.fields_by_number.get(field.number))
         if known is not None and _is_map(known):
             _merge_entry(message, known, field, long, path)
         elif len(field.encoded) <= LONG_BYTES:

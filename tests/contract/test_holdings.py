@@ -147,7 +147,7 @@ def test_reported_metrics_fill_an_owners_part_which_then_takes_neither_metrics_n
     assert server.http.post(path, json={"step": 100, "metrics": metrics}).status_code == 429, (
         "the disk is measured anew"
     )
-    asked = {"base_model": "tiny", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}}
+    asked: dict[str, object] = {"base_model": "tiny", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}}
     asked |= {"sampling_params": {"max_tokens": 1}, "num_samples": 1}
     assert server.post("/asample", **asked).status_code == 429
     assert server.http.post("/asample", json=asked, headers=bob).status_code == 200

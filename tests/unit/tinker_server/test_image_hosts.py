@@ -100,7 +100,7 @@ async def test_a_name_is_looked_up_once_and_the_address_that_was_checked_is_conn
     """Its next answer may be an address of the private network."""
     asked: list[object] = []
 
-    def look_up(host: object, *more: Any, **named: Any) -> Any:
+    def look_up(host: Any, *more: Any, **named: Any) -> Any:
         asked.append(host)
         return find("127.0.0.1" if host == "changing.example" else host, *more, **named)
 
