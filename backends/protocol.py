@@ -115,6 +115,8 @@ class Loading:
     done_bytes: int = 0
     total_bytes: int = 0
     """0 if there are no bytes to count, or their number is unknown."""
+    began_s_ago: float = 0.0
+    """Time since it began, of an activity that is reported later."""
 
 
 OnLoading = Callable[[str, Loading | None], None]

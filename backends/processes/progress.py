@@ -1,7 +1,7 @@
 """Report how far a process has loaded."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tinker_server.backends.protocol import Loading
 
@@ -21,6 +21,12 @@ class Progress:
         """Begin another phase, which ends when `total_bytes` are loaded, if that is known."""
         self._doing, self._done_bytes, self._total_bytes = doing, 0, total_bytes
         self._report()
+
+    def did(self, phases: Iterable[tuple[str, float]]) -> None:
+        """Report what was done until now, each with the seconds since it began, in place of what is reported since
+        then."""
+        for doing, began_s_ago in phases:
+            self._emit(Loading(doing, began_s_ago=began_s_ago))
 
     def loaded(self, num_bytes: int) -> None:
         """Count bytes that have been loaded."""

@@ -20,6 +20,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before processes that did not start, or ended soon, are started again; it doubles each time."""
 GRACE_S = 1
 """Time for processes to end by themselves when another of their group has failed."""
+_STARTS = "starts"
+"""The first phase: imports, and what a process waits for before it gets a command."""
+_ON_THE_WAY_S = 1.0
+"""Time in which a report arrives."""
 _PROGRESS_S = 15
 """Time between two checks of progress."""
 
@@ -56,6 +60,8 @@ class Supervisor:
         self._on_loading: OnLoading = ignore_loading
         self._phases: list[tuple[str, float]] = []
         """What the first process of the start has done, and when it began that."""
+        self._num_certain = 0
+        """Number of the first phases that none will replace."""
         self._name, self._start_processes, self._prepare = name, start, prepare
         self._restart, self._silence = restart, silence
         self._latest: list[Child] = []
@@ -75,7 +81,7 @@ class Supervisor:
     def on_loading(self, process: str, loading: Loading | None) -> None:
         """Implement OnLoading: note the phases of a start, and pass the report on."""
         if loading is not None and process in (child.name for child in self._latest[:1]):
-            self._note_phase(loading.doing)
+            self._note_phase(loading.doing, loading.began_s_ago)
         self._on_loading(process, loading)
 
     async def stop(self) -> None:
@@ -149,11 +155,11 @@ class Supervisor:
 
     async def _start(self) -> None:
         began, children = time.monotonic(), list[Child]()
-        self._phases = []
+        self._phases, self._num_certain = [(_STARTS, began)], 1
         try:
             self._latest = children = await self._start_processes()
             for child in children:
-                self.on_loading(child.name, Loading("starts"))
+                self.on_loading(child.name, Loading(_STARTS))
             await self._prepare(children)
         except BaseException:
             await self._end(children, GRACE_S)
@@ -168,9 +174,15 @@ class Supervisor:
         watching = self._watch(children)
         self._watching = asyncio.create_task(watching, name=f"watch over {self._name}", context=Context())
 
-    def _note_phase(self, doing: str) -> None:
-        if not self._phases or self._phases[-1][0] != doing:
-            self._phases.append((doing, time.monotonic()))
+    def _note_phase(self, doing: str, began_s_ago: float) -> None:
+        began_s = time.monotonic() - began_s_ago
+        if began_s_ago:  # it replaces what it is a part of, which was reported then
+            while len(self._phases) > self._num_certain and self._phases[-1][1] > began_s - _ON_THE_WAY_S:
+                self._phases.pop()
+        if self._phases[-1][0] != doing:
+            self._phases.append((doing, began_s))
+        if began_s_ago:
+            self._num_certain = len(self._phases)
 
     def _times(self) -> str:
         """Describe how long each phase of the start has taken."""

@@ -6,6 +6,7 @@ dies, so that the server notices.
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -104,13 +105,16 @@ class SamplerProcess:
             max_image_pixels=spec.max_image_pixels,
             pixel_dtype=getattr(torch, spec.dtype),
         )
-        (progress or Progress()).does("reads weights and prepares kernels")
+        progress, began_s = progress or Progress(), time.monotonic()
+        progress.does("reads weights and prepares kernels")
         await asyncio.sleep(_EMIT_S)  # the report is sent before the engine blocks the event loop
         if spec.routing_dir is not None and spec.device == "cpu":
             allow_on_cpu()
         engine = AsyncLLM.from_engine_args(engine_args(spec, renderer.family.vision))
         placeholders = sorted(renderer.family.placeholders)
         await engine.collective_rpc("patch_runner", args=(placeholders,))
+        phases, *_ = await engine.collective_rpc("phase_ages")
+        progress.did([("starts vLLM", time.monotonic() - began_s), *map(tuple, phases)])
         weights = VersionCache(spec.scratch_dir / _VERSIONS, AdapterLoader(engine, renderer, spec.dtype))
         return cls(spec, engine, renderer, weights)
 

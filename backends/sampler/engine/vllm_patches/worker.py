@@ -31,6 +31,7 @@ from tinker_server.backends.sampler.engine.vllm_patches.gated_norms import keep_
 from tinker_server.backends.sampler.engine.vllm_patches.heads import widen_heads
 from tinker_server.backends.sampler.engine.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
 from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import map_weights
+from tinker_server.backends.sampler.engine.vllm_patches.phases import Phases
 from tinker_server.backends.sampler.engine.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from tinker_server.backends.sampler.engine.vllm_patches.prefill_graphs import (
     IMAGES,
@@ -92,12 +93,45 @@ _patch_process()
 class Worker(VllmWorker):  # type: ignore[misc]
     """vLLM's worker, and methods for the sampler process."""
 
+    phases: Phases
+    """What it has done since it was made."""
     steps_done = 0
     """Steps in which the model computed something."""
     routing: RoutingOnCPU | None = None
 
+    def init_device(self) -> None:
+        """Begin on the device, and join the other ranks."""
+        self.phases = Phases()
+        self.phases.begin("begins on its device")
+        super().init_device()
+
+    def initialize_from_config(self, kv_cache_config: object) -> None:
+        """Make the KV cache."""
+        self.phases.begin("makes the KV cache")
+        super().initialize_from_config(kv_cache_config)
+
+    def compile_or_warm_up_model(self) -> object:
+        """Run each kernel once, then capture the graphs."""
+        self.phases.begin("warms kernels up")
+        capture = self.model_runner.capture_model
+
+        def note_and_capture() -> object:
+            self.phases.begin("captures graphs")
+            return capture()
+
+        self.model_runner.capture_model = note_and_capture
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self.model_runner.capture_model = capture
+
+    def phase_ages(self) -> list[tuple[str, float]]:
+        """Return the phases of the start, each with the seconds since it began."""
+        return self.phases.ages()
+
     def load_model(self, **kwargs: object) -> None:
         """Load the model, or map its weights, and mark the norms that add in float32."""
+        self.phases.begin("reads weights")
         if self.vllm_config.load_config.load_format == "ipc_cache":
             map_weights()
             if current_platform.is_cpu():
@@ -127,6 +161,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         or another engine fills meanwhile, and ends if one of them gives memory back. Torch's counters are of this
         process alone. They do not count weights that are mapped, and neither does `requested_memory`.
         """
+        self.phases.begin("measures memory")
         if current_platform.is_cpu() or self.cache_config.kv_cache_memory_bytes:
             return int(super().determine_available_memory())
         torch.cuda.reset_peak_memory_stats()

@@ -85,6 +85,28 @@ async def test_the_log_says_how_long_each_phase_of_a_start_took(group: Group, ca
     assert re.fullmatch(r"two is ready after \d+ s: starts 0 s, reads weights 1 s, compiles 1 s", line), line
 
 
+async def test_phases_that_are_reported_when_they_are_over_replace_what_they_are_parts_of(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def prepare(children: list[Child]) -> None:
+        (name, *_) = (child.name for child in children)
+        supervised.on_loading(name, Loading("reads weights and prepares kernels"))
+        await asyncio.sleep(1.2)
+        for doing, seconds in (("starts vLLM", 1.2), ("reads weights", 1.1), ("measures memory", 0.001)):
+            supervised.on_loading(name, Loading(doing, began_s_ago=seconds))
+        supervised.on_loading(name, Loading("draws"))
+
+    supervised = Supervisor("two", group.start, prepare)
+    with caplog.at_level("INFO"):
+        await supervised.start(ignore_loading)
+    await supervised.stop()
+    (line,) = [line for line in caplog.messages if "is ready" in line]
+    assert re.fullmatch(
+        r"two is ready after \d+ s: starts \d s, starts vLLM 0 s, reads weights 1 s, measures memory 0 s, draws 0 s",
+        line,
+    ), line
+
+
 async def test_a_group_that_restarts_by_itself_does_not_do_so_after_it_was_stopped(group: Group) -> None:
     async def restart() -> None:
         await supervised.running()
