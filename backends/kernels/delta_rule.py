@@ -248,7 +248,8 @@ def _require_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.S
 def _require_tries_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.Size, width: int) -> None:
     """Require as `_require_as_defined`, where each sample is packed as segments, of which each follows the last."""
     inputs, grad_THV = _random_samples(device, dtype, heads, width)
-    begins, parents = [0], []
+    begins = [0]
+    parents: list[int] = []
     for length in _TESTED_LENGTHS:
         cuts = sorted({-(-length // 3), -(-length * 2 // 3), length})
         parents += [len(parents) + place - 1 if place else -1 for place in range(len(cuts))]

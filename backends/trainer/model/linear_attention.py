@@ -171,9 +171,11 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
         unit_query, unit_key = (_normalised(one.to(wide)) for one in (query, key))
         if has_kernels(query):
             units = unit_query.to(query.dtype), unit_key.to(key.dtype)
-            carried = (packed_cu_seqlens_host, packed_parents_host, packed_calls)
-            carried = carried if packed_parents_host is not None else ()
-            out_THV, *_ = packed_delta_rule(*units, value, g.float(), beta, packed_cu_seqlens, *carried)
+            given = (*units, value, g.float(), beta, packed_cu_seqlens)
+            if packed_parents_host is None:
+                out_THV, *_ = packed_delta_rule(*given)
+            else:
+                out_THV, *_ = packed_delta_rule(*given, packed_cu_seqlens_host, packed_parents_host, packed_calls)
         else:
             chunks = chunks_of(packed_cu_seqlens_host, query.device, packed_parents_host)
             out_THV = _packed_delta_rule(unit_query, unit_key, value.to(wide), g.to(wide), beta.to(wide), chunks)
