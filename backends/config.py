@@ -57,7 +57,8 @@ class BackendConfig(BaseModel):
     lora_layout: Layout = "service"
     """LoRA of new models whose user_metadata has no `experts`. service: as at the hosted service, the experts of a
     layer share the factors on the hidden side, and linear attention, Mamba2 and latent attention have its target
-    modules. own: every expert and every linear has an adapter of its own. Models without these are the same."""
+    modules. own: every expert and every linear has an adapter of its own. Models without these are the same. The
+    engine's slots for experts have this layout; those of own take both."""
     replay_routing: bool = False
     """In mixtures of experts, send sampled tokens to the same experts in training as in the sampler."""
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None

@@ -37,8 +37,6 @@ from tinker_server.backends.protocol import BackendFailed
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
 log = logging.getLogger(__name__)
-SHARED_SLOTS = False
-"""True if the engine's slots have the factors that experts share once, where the layout of new models has."""
 _ADAPTER_NUMBER_BYTES = 4
 _COMPUTING = ("torch", "transformers", "tinker-server")
 """Packages on which the numbers of training depend."""
@@ -204,7 +202,7 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
         model_size(name, renderer.config, numbers, support.dtype),
         can_be_captured=not renderer.family.has_state_space,
         lora_layout=config.lora_layout,
-        expert_slots=config.lora_layout if numbers.num_experts and SHARED_SLOTS else "own",
+        expert_slots=config.lora_layout if numbers.num_experts else "own",
         can_be_shared=support.can_be_shared,
         tensor_parallels=support.tensor_parallels,
         context_parallels=support.context_parallels,

@@ -121,9 +121,8 @@ async def test_an_unknown_layout_is_refused(tmp_path: Path, said: object) -> Non
 
 @pytest.mark.parametrize("kind", ["Qwen3 MoE", "Qwen3.5"])
 def test_slots_have_the_form_of_new_models_unless_older_ones_have_experts_of_their_own(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tinker_server.backends.configure.describe.SHARED_SLOTS", True)
     source = FAMILIES[kind](tmp_path / "model")
 
     def slots(layout: Layout, *own_experts: str) -> Layout:
