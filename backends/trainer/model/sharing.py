@@ -37,8 +37,9 @@ def may_share(scorer: Scorer, family: Family, max_context_length: int, world: Wo
 def _why_whole(scorer: Scorer, family: Family, max_context_length: int, world: World) -> str | None:
     """Return the reason why this model's datums are computed whole, None if they need not be."""
     config = scorer.model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    kinds = set(layers or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None) if layers is None or "sliding_attention" in layers else None
     if window and window < max_context_length:
         return f"tokens see {window} others, fewer than a context of {max_context_length} has"
     if window:

@@ -273,6 +273,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "a cap of scores": lambda directory: make_tiny_of("gemma2", directory, sliding_window=4096),
     "tiles": make_tiny_internvl,
     "linear attention and experts": lambda directory: make_tiny_qwen3_5(directory, moe=True),
+    "a window that no layer has": lambda directory: make_tiny_qwen3_5(directory, sliding_window=8),
 }
 
 
