@@ -143,10 +143,6 @@ class Support:
         """Return the reason why the base cannot stay in fp8, or was not seen to train so, or None."""
         if not is_in_blocks(quantisation(self.renderer.config)):
             return "its files are not in fp8 by blocks, and the engine would sample from other numbers than are trained"
-        if self.device == "cuda" and getattr(self.renderer.config.get_text_config(), "num_experts_per_tok", 0):
-            return "experts in fp8 have not been compared on a GPU"
-        if self.device == "cuda" and self.renderer.family.has_linear_attention:
-            return "linear attention in fp8 has not been compared on a GPU"
         if self.config.train_vision:
             return "it has not been compared with backend.train_vision"
         if self.config.cluster:
