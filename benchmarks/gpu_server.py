@@ -148,7 +148,7 @@ def first_answer(server: Server, start: str) -> Figures:
 
 def print_memory() -> Figures:
     """Print what all processes together have of each GPU."""
-    figures = {}
+    figures: Figures = {}
     for gpu in all_gpus():
         used, total = (size / 2**30 for size in (gpu.used_bytes, gpu.total_bytes))
         print(f"GPU {gpu.index}: {used:.1f} of {total:.1f} GiB are taken", flush=True)

@@ -53,7 +53,9 @@ class Times:
 
     def median_ms(self) -> float:
         """Return the median of whole rounds after the first."""
-        return 1e3 * statistics.median(sum(parts) for parts in list(zip(*self._parts.values(), strict=True))[1:])
+        rounds = [sum(parts) for parts in zip(*self._parts.values(), strict=True)]
+        median_s: float = statistics.median(rounds[1:])
+        return 1e3 * median_s
 
     def show(self, title: str) -> None:
         print(f"{title}: ms, median of {len(next(iter(self._parts.values()))) - 1} after the first; the first")

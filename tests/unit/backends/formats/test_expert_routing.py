@@ -225,7 +225,7 @@ def test_datums_share_a_beginning_as_far_as_its_routing_is_the_same(tmp_path: Pa
     assert shared.metrics["replayed_tokens:sum"] == whole.metrics["replayed_tokens:sum"] > 5 * num_common
     for row, wanted in zip(shared.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(row["logprobs"], wanted["logprobs"], atol=1e-5)
-    assert_same_gradients(*found)
+    assert_same_gradients(found[0], found[1])
 
 
 def test_the_routing_of_an_image_is_the_same_as_a_whole_or_not_at_all() -> None:
