@@ -33,7 +33,8 @@ _LINEARS, _EXPERTS = "linears", "experts"
 _QUERIES = ("q", "k", "v")
 """As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
 _JOINED = {"in_proj_qkvz": (3, 1)}
-"""Numbers of vLLM's parts of a linear that each of the files' tensors has, where it has several."""
+"""Numbers of vLLM's parts of a linear that each of the files' tensors has, where it has several. Qwen3-Next has the
+linear of this name as one tensor."""
 
 
 def make_quantization_config(shapes: Mapping[str, tuple[int, int]]) -> dict[str, object]:
@@ -95,7 +96,8 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
             return None
         stem, _, last = _key(prefix).rpartition(".")
         parts = [f"{stem}.{part}" in self._staying for part in self.packed_modules_mapping.get(last, [last])]
-        return PackedLinearMethod(parts, _JOINED.get(last)) if any(parts) else UnquantizedLinearMethod()
+        joined_parts = _JOINED.get(last) if len(parts) > 1 else None
+        return PackedLinearMethod(parts, joined_parts) if any(parts) else UnquantizedLinearMethod()
 
 
 def _key(name: str) -> str:
