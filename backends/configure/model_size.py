@@ -21,7 +21,7 @@ from tinker_server.backends.trainer.model.sample_chunks import CHUNK
 from tinker_server.backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 
 TRAINED_IMAGE_TOKENS = 1024
-"""Tokens of the largest image for whose backward through the vision tower there is room in any case. A larger matrix
+"""Tokens of the largest image for whose backward through the vision tower there is room in any case. A larger image
 needs what the microbatches leave."""
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""

@@ -64,7 +64,7 @@ class Support:
 
     @property
     def dtype(self) -> Dtype:
-        """The precision. Raises BackendFailed for a setting that the engine does not have."""
+        """The precision. Raises BackendFailed for a precision that the engine does not have."""
         chosen = self.config.dtype
         if self.device == "cpu" and self.renderer.family.needs_bfloat16_on_cpu:
             if chosen == "float32":

@@ -221,7 +221,8 @@ class LoraModel:
         return dict(stack.group.divided for stack in self.stacks if stack.group.divided is not None)
 
     def stack(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Stack what `named` gave, on its own device: the whole tensor of which `parameters[index]` is a shard."""
+        """Stack what `name_tensors` gave, on its own device: the whole tensor of which `parameters[index]` is a
+        shard."""
         group = self.stacks[index // 2].group
         names = [f"base_model.model.{name}" for name in group.names]
         if index % 2:
@@ -280,8 +281,8 @@ class LoraModel:
             weight.grad = self.stack(index, tensors).to(weight.device, weight.grad_dtype)
 
     def take(self, state: OptimState) -> None:
-        """Set weights and optimizer to what `prepared` gave, with no gradient. All ranks fail, and change nothing, or
-        none."""
+        """Set weights and optimizer to what `prepare_state` gave, with no gradient. All ranks fail, and change nothing,
+        or none."""
         share = self._prepare_sharing(state.weights)
         self.clear_gradient()
         share()
@@ -356,7 +357,7 @@ class LoraModel:
         return OptimState(own, agreed(moments, self._world))
 
     def _scatter(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return this rank's shards of rank 0's tensors, which `named` gave."""
+        """Return this rank's shards of rank 0's tensors, which `name_tensors` gave."""
         own = []
         for index, parameter in enumerate(self.parameters):
             whole = on_rank_zero(partial(self.stack, index, tensors), self._world)
