@@ -126,7 +126,7 @@ def _tails(begins: Sequence[int], parents: Sequence[int]) -> np.ndarray:
             continue
         before: list[int] = []
         while parent >= 0 and len(before) < MOST_BEFORE:
-            before += range(begins[parent + 1] - 1, begins[parent] - 1, -1)
+            before += range(begins[parent + 1] - 1, begins[parent] - 1, -1)[:MOST_BEFORE]
             parent = parents[parent]
         before = (before + [-1] * MOST_BEFORE)[:MOST_BEFORE]
         for place, token in enumerate(range(begins[segment], begins[segment + 1])[:MOST_BEFORE]):
