@@ -33,8 +33,8 @@ _LINEARS, _EXPERTS = "linears", "experts"
 _QUERIES = ("q", "k", "v")
 """As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
 _JOINED = {"in_proj_qkvz": (3, 1)}
-"""Numbers of vLLM's parts of a linear that each of the files' tensors has, where it has several. Qwen3-Next has the
-linear of this name as one tensor."""
+"""Numbers of vLLM's parts of a linear that each of the files' tensors has, where it has several. Some kinds of
+models have a single tensor for a linear of this name."""
 
 
 def make_quantization_config(shapes: Mapping[str, tuple[int, int]]) -> dict[str, object]:
