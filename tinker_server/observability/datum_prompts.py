@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence, Set
 
 from tinker_server.api_schemas.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.observability.recent_samples import CHUNK_BYTES
 
 PROMPT_TOKENS = 512
 """Last tokens of a prompt that are kept."""
@@ -33,7 +34,7 @@ class Prompts:
         return number
 
     def shorten(self, numbers: Set[int]) -> tuple[dict[int, ModelInput], int]:
-        """Return these prompts' last tokens and the images that fit, and the bytes of the images."""
+        """Return these prompts' last tokens and the images that fit, and the bytes of the images and of all chunks."""
         left_bytes, kept = IMAGE_BYTES, {}
         for number in sorted(numbers):
             chunks: list[Chunk] = []
@@ -47,7 +48,8 @@ class Prompts:
                     chunks.append(EncodedTextChunk(tokens=tokens))
                     left_tokens -= len(tokens)
             kept[number] = ModelInput(chunks=chunks[::-1])
-        return kept, IMAGE_BYTES - left_bytes
+        num_chunks = sum(len(prompt.chunks) for prompt in kept.values())
+        return kept, IMAGE_BYTES - left_bytes + num_chunks * CHUNK_BYTES
 
 
 def _without_end(chunks: Sequence[Chunk], num_positions: int) -> list[Chunk]:

@@ -93,7 +93,7 @@ def keep(name: BatchName, sent: ForwardBackwardInput, output: ForwardBackwardOut
     chosen = {datum.index: datum for datum in [*largest, *group]}
     if not chosen:
         return None
-    kept_prompts, image_bytes = prompts.shorten({datum.prompt for datum in chosen.values()})
+    kept_prompts, chunk_bytes = prompts.shorten({datum.prompt for datum in chosen.values()})
     num_tokens = sum(len(datum.tokens[:TOKENS]) for datum in chosen.values()) + len(kept_prompts) * PROMPT_TOKENS
     return KeptBatch(
         **vars(name),
@@ -102,7 +102,7 @@ def keep(name: BatchName, sent: ForwardBackwardInput, output: ForwardBackwardOut
         prompts=kept_prompts,
         largest=[_shorten(datum) for datum in largest],
         group=[_shorten(datum) for datum in group],
-        size_bytes=image_bytes + num_tokens * _TOKEN_BYTES + (len(chosen) + 1) * _DATUM_BYTES,
+        size_bytes=chunk_bytes + num_tokens * _TOKEN_BYTES + (len(chosen) + 1) * _DATUM_BYTES,
     )
 
 

@@ -18,7 +18,7 @@ IMAGE_BYTES = 8 << 20
 _TOKEN_BYTES = 8
 CHUNKS = 1000
 """Prompts with more chunks are not cached either."""
-_CHUNK_BYTES = 1000
+CHUNK_BYTES = 1000
 """Memory of a chunk beside its content."""
 CHAT_BYTES = IMAGE_BYTES + PROMPT_TOKENS * _TOKEN_BYTES + (1 << 20)
 """Largest size of a chat's prompt with its continuations that the sampler's process sends."""
@@ -80,7 +80,7 @@ def _size_bytes(prompt: ModelInput) -> int | None:
     """Return the memory that a prompt takes, or None if it is too large to cache."""
     if len(prompt.chunks) > CHUNKS:
         return None
-    tokens, images, overhead = 0, 0, _CHUNK_BYTES * (1 + len(prompt.chunks))
+    tokens, images, overhead = 0, 0, CHUNK_BYTES * (1 + len(prompt.chunks))
     for chunk in prompt.chunks:
         if isinstance(chunk, ImageChunk):
             images += len(chunk.data)

@@ -1,6 +1,7 @@
 """Which datums of a batch are kept: the largest by gradient and by loss, and the answers of one prompt."""
 
 import asyncio
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,17 @@ def test_what_is_kept_is_bounded_and_holds_no_body() -> None:
     assert all(isinstance(chunk, EncodedTextChunk) for chunk in prompt.chunks)
     assert sum(len(chunk.tokens) for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk)) == PROMPT_TOKENS
     assert batch.size_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("rest", [[text(2)] * 500, [text()] * 500, [ImageChunk(data=b"x", format="png")] * 500])
+def test_each_chunk_of_a_kept_prompt_counts_with_its_object(rest: list[Chunk]) -> None:
+    batch = kept([datum([text(1), *rest], [5, 6], 1.0)])
+    (prompt,) = batch.prompts.values()
+    tracemalloc.start()
+    objects = [chunk.model_copy(deep=True) for chunk in prompt.chunks]
+    used_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(objects) == 501 and batch.size_bytes > used_bytes
 
 
 def test_targets_with_several_columns_are_not_kept() -> None:
