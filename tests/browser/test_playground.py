@@ -177,3 +177,21 @@ def test_every_saved_step_of_a_run_answers_the_same(seen: Watched, owners: tuple
     assert seen.violations() == []
     page.set_viewport_size(NARROW)
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 90_000, "|\n" + " " * 900 + "-" * 900 + "x|", "- " + " " * 80_000 + "a\rb"],
+    ids=["link", "table", "item"],
+)
+def test_an_answer_that_only_begins_like_markup_is_shown_at_once(seen: Watched, text: str) -> None:
+    took_ms = seen.open("/playground").evaluate(
+        """async (text) => {
+            const { markdown } = await import("/static/markdown.js");
+            const began = performance.now();
+            markdown(text);
+            return performance.now() - began;
+        }""",
+        text,
+    )
+    assert took_ms < 500

@@ -3,7 +3,7 @@
 
 const DEEPEST = 12, LONGEST = 100_000; // beyond, text is shown as it is
 const LINK = /^https?:\/\//;
-const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|\*([^*\s](?:[^*]*[^*\s])?)\*|(?<![\w_])_([^_\s](?:[^_]*[^_\s])?)_(?![\w_])|!?\[([^\]]*)\]\(([^()\s]+)\)/s;
+const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|\*([^*\s](?:[^*]*[^*\s])?)\*|(?<![\w_])_([^_\s](?:[^_]*[^_\s])?)_(?![\w_])|!?\[([^[\]]*)\]\(([^()\s]+)\)/s;
 
 function make(name, children = [], className = "") {
   const element = document.createElement(name);
@@ -38,7 +38,7 @@ function inline(text, depth = 0) {
   return parts;
 }
 
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/s;
 
 // The lines of a list from `at`; lines that are indented further belong to the item before them.
 function list(lines, at, depth) {
@@ -61,7 +61,8 @@ function list(lines, at, depth) {
 }
 
 const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
-const isTable = (lines, at) => lines[at].includes("|") && /^\s*\|?[\s:|-]*-[\s:|-]*$/.test(lines[at + 1] ?? "") && lines[at + 1].includes("|");
+const isRule = (line) => /^[\s:|-]+$/.test(line) && line.includes("-") && line.includes("|");
+const isTable = (lines, at) => lines[at].includes("|") && isRule(lines[at + 1] ?? "");
 
 function table(lines, at) {
   const row = (line, name) => make("tr", cells(line).map((cell) => make(name, inline(cell))));
