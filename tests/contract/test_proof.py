@@ -107,9 +107,9 @@ def test_a_sheet_is_verified_and_a_changed_one_or_another_servers_is_refused(
 ) -> None:
     alice, _ = owners
 
-    def verify(sheet: object, data_dir: Path) -> tuple[int, str]:
+    def verify(sheet: object, data_dir: Path, doubled: str = "") -> tuple[int, str]:
         file = tmp_path / "sheet.json"
-        file.write_text(json.dumps(sheet, indent=4))
+        file.write_text(json.dumps(sheet, indent=4).replace('"evaluations":', f'{doubled}"evaluations":'))
         monkeypatch.setattr(sys, "argv", ["tinker-server", "verify", str(file), "--data-dir", str(data_dir)])
         code = main()
         said = capsys.readouterr()
@@ -126,5 +126,10 @@ def test_a_sheet_is_verified_and_a_changed_one_or_another_servers_is_refused(
     (tmp_path / "proof-secret").write_bytes(b"x" * 32)
     code, said = verify(sheet, tmp_path)
     assert code == 2 and "another server signed it" in said
-    code, said = verify([1], own)
-    assert code == 2 and "is no proof sheet" in said
+    code, said = verify(sheet, own, doubled='"evaluations": {"reward": 0.9}, ')
+    assert code == 2 and "'evaluations' occurs twice" in said
+    code, said = verify({**sheet, "signature": {"value": "é"}}, own)
+    assert code == 2 and "was changed" in said
+    for other in ([1], "sheet", 7):
+        code, said = verify(other, own)
+        assert code == 2 and "is no proof sheet" in said
