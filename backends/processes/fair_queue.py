@@ -132,7 +132,7 @@ class FairQueue:
 
     def _next(self) -> _Queue | None:
         """Return whose request is granted next; None if there is no room for it. Smaller requests do not overtake a
-        larger request, unless its owner waits for what itself holds."""
+        larger request, unless that has no room beside what its owner holds."""
         queues = list(self._queues.values())
         if self._prioritized:
             queues = [queue for queue in queues if (queue.owner, queue.key) in self._prioritized]
@@ -140,7 +140,7 @@ class FairQueue:
             first = min(queues, key=lambda queue: self.priority(queue.owner, queue.key))
             if first.waiting[0][1] <= self._free:
                 return first
-            if not self._held[first.owner]:
+            if first.waiting[0][1] + self._held[first.owner] <= self._capacity:
                 break
             queues = [queue for queue in queues if queue.owner != first.owner]
         return None

@@ -140,6 +140,23 @@ async def test_a_request_that_waits_for_what_its_owner_holds_delays_no_other_own
     assert granted[3] == "large", "once it holds nothing, it is not overtaken"
 
 
+async def test_a_request_that_fits_beside_what_its_owner_holds_is_not_overtaken() -> None:
+    queue, granted = FairQueue(4), list[str]()
+
+    async def work(owner: str, size: int) -> None:
+        async with queue.grant(owner, "0", size):
+            granted.append(owner)
+
+    async with queue.grant("large", "0", 1):
+        async with queue.grant("small", "0", 2):
+            waiting = [asyncio.create_task(work("large", 3)), asyncio.create_task(work("small", 1))]
+            await asyncio.sleep(0.01)
+            assert granted == [], "else a flood of small requests would delay the large request without end"
+        await asyncio.sleep(0.01)
+        assert granted == ["large", "small"]
+    await asyncio.gather(*waiting)
+
+
 async def test_a_request_that_is_cancelled_at_its_grant_gives_it_back() -> None:
     queue, held = FairQueue(), asyncio.Event()
 
