@@ -50,7 +50,7 @@ def merge(message: Message, body: bytes | memoryview, long: Long, path: Path = (
 
     `path`: the message's, within the one that is parsed. Raises DecodeError, MalformedBody.
     """
-    if len(body) <= LONG_BYTES:
+    if len(body) <= LONG_BYTES and not (long and _find_within(path, long)):
         merge_at_once(message, body)
         return
     for count, field in enumerate(read_fields(body), 1):
@@ -59,10 +59,11 @@ def merge(message: Message, body: bytes | memoryview, long: Long, path: Path = (
         known = cast("FieldDescriptor | None", message.DESCRIPTOR.fields_by_number.get(field.number))
         if known is not None and _is_map(known):
             _merge_entry(message, known, field, long, path)
-        elif len(field.encoded) <= LONG_BYTES:
+            continue
+        if known is not None and field.content is not None:
+            _remove_replaced(known, long, path)
+        if len(field.encoded) <= LONG_BYTES and not _extends_long(known, field, long, path):
             merge_at_once(message, field.encoded)
-            if long and known is not None:
-                long.pop((*path, known.name), None)
         else:
             _merge_long(message, known, field, long, path)
 
@@ -73,8 +74,31 @@ def merge_at_once(message: M, body: bytes | memoryview) -> M:
     return message
 
 
+def _find_within(path: Path, long: Long) -> list[Path]:
+    """Return the paths of the byte strings that the message or field at a path lacks."""
+    return [at for at in long if at[: len(path)] == path]
+
+
+def _remove_replaced(known: FieldDescriptor, long: Long, path: Path) -> None:
+    """Remove the byte strings that a field replaces: an earlier one of its own, and those of others of its oneof."""
+    alternatives = known.containing_oneof.fields if known.containing_oneof is not None else ()
+    names = {other.name for other in alternatives} - {known.name}
+    if known.type == FieldDescriptor.TYPE_BYTES:
+        names.add(known.name)
+    for name in names:
+        for at in _find_within((*path, name), long):
+            del long[at]
+
+
+def _extends_long(known: FieldDescriptor | None, field: Field, long: Long, path: Path) -> bool:
+    """Return whether a field is a further part of a message that lacks byte strings, which it may replace."""
+    if known is None or field.content is None or known.is_repeated or known.type != FieldDescriptor.TYPE_MESSAGE:
+        return False
+    return bool(_find_within((*path, known.name), long))
+
+
 def _merge_long(message: Message, known: FieldDescriptor | None, field: Field, long: Long, path: Path) -> None:
-    """Parse a field of more than LONG_BYTES."""
+    """Parse a field of more than LONG_BYTES, or of a message that has such a field."""
     if known is None:
         raise MalformedBody(f"{_join(path)}: {name_unknown(field.number, message)}")
     assert field.content is not None  # a number is short
@@ -96,7 +120,7 @@ def _merge_long(message: Message, known: FieldDescriptor | None, field: Field, l
 def _merge_entry(message: Message, known: FieldDescriptor, field: Field, long: Long, path: Path) -> None:
     """Parse an entry of a map, which replaces an earlier entry of its key."""
     at = (*path, known.name, key_of(field))
-    for replaced in [other for other in long if other[: len(at)] == at]:
+    for replaced in _find_within(at, long):
         del long[replaced]
     if len(field.encoded) <= LONG_BYTES:
         merge_at_once(message, field.encoded)

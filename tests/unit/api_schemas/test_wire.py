@@ -199,6 +199,41 @@ def field_of(number: int, content: bytes) -> bytes:
     return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 
 
+TEXT, SHORT_TEXT, PNG = field_of(1, LONG.tobytes()), field_of(1, LONG[:3].tobytes()), field_of(2, b"png")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [field_of(1, TEXT), field_of(1, SHORT_TEXT)],
+        [field_of(1, SHORT_TEXT), field_of(1, TEXT), field_of(1, b"")],
+        [field_of(1, TEXT), field_of(2, PNG), field_of(1, b"")],
+        [field_of(2, field_of(1, LONG.tobytes())), field_of(2, PNG)],
+        [field_of(2, PNG + field_of(1, LONG.tobytes())), field_of(2, field_of(1, b"short"))],
+    ],
+)
+def test_parts_of_a_chunk_are_merged_as_protobuf_merges_them(parts: list[bytes]) -> None:
+    content = b"".join(parts)
+    wanted = pb.Chunk.FromString(content)
+    request = wire.decode_forward_backward(field_of(3, field_of(1, content)))
+    (found,) = request.forward_backward_input.data[0].model_input.chunks
+    if wanted.WhichOneof("chunk") == "encoded_text":
+        assert as_text(found).tokens.tobytes() == wanted.encoded_text.tokens
+    else:
+        assert (as_image(found).data, as_image(found).format) == (wanted.image.data, wanted.image.format)
+
+
+def test_parts_of_a_tensor_are_merged_as_protobuf_merges_them() -> None:
+    rows, columns = np.array([0, 1, 1], "<i8"), np.array([1], "<i8")
+    first, short = pb.SparseCsr(values=LONG.tobytes(), crow_indices=rows.tobytes()), LONG[7:8].tobytes()
+    second = pb.SparseCsr(values=short, col_indices=columns.tobytes())
+    parts = [pb.Tensor(sparse_csr=part).SerializeToString() for part in (first, second)]
+    shape = pb.Tensor(dtype=pb.DTYPE_INT64, shape=[2, 2]).SerializeToString()
+    entry = field_of(1, b"a") + field_of(2, parts[0] + shape) + field_of(2, parts[1])
+    request = wire.decode_forward_backward(field_of(3, field_of(2, entry)))
+    assert request.forward_backward_input.data[0].loss_fn_inputs["a"].tolist() == [[0, 7], [0, 0]]
+
+
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
