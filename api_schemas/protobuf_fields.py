@@ -19,8 +19,8 @@ LENGTH_DELIMITED = 2
 """Wire type of texts, lists and messages."""
 _PARTS_OF_DATUM = 4
 """Length of the path to a chunk or tensor. The number of these is bounded before."""
-_MAX_FIELDS = 64
-"""Largest number of fields of a long chunk or tensor, which have four kinds at most."""
+MAX_FIELDS = 64
+"""Largest number of fields of a long chunk, tensor or entry of a map, which have four kinds at most."""
 Path: TypeAlias = tuple[str | int, ...]
 """Names of fields, each with the index or key where there are several."""
 Long: TypeAlias = dict[Path, memoryview]
@@ -54,8 +54,8 @@ def merge(message: Message, body: bytes | memoryview, long: Long, path: Path = (
         merge_at_once(message, body)
         return
     for count, field in enumerate(read_fields(body), 1):
-        if count > _MAX_FIELDS and len(path) >= _PARTS_OF_DATUM:
-            raise MalformedBody(f"{_join(path)} has more than {_MAX_FIELDS} fields and {LONG_BYTES} bytes")
+        if count > MAX_FIELDS and len(path) >= _PARTS_OF_DATUM:
+            raise MalformedBody(f"{_join(path)} has more than {MAX_FIELDS} fields and {LONG_BYTES} bytes")
         known = cast("FieldDescriptor | None", message.DESCRIPTOR.fields_by_number.get(field.number))
         if known is not None and _is_map(known):
             _merge_entry(message, known, field, long, path)

@@ -31,6 +31,7 @@ from tinker_server.api_schemas.protobuf_fields import (
     KEY,
     LENGTH_DELIMITED,
     LONG_BYTES,
+    MAX_FIELDS,
     Long,
     Path,
     copy_of,
@@ -277,7 +278,7 @@ def _require_few_parts(body: bytes) -> None:
                 if part.number not in _DATUM_FIELDS:
                     raise MalformedBody(f"data: {name_unknown(part.number, pb.Datum)}")
                 if part.number == _LOSS_FN_INPUTS and part.content is not None:
-                    _require_short_name(part.content)
+                    _require_plain_entry(part.content)
         elif field.content is not None and len(field.content) > _TEXT_BYTES:
             raise MalformedBody(
                 f"field {field.number} has {len(field.content)} bytes; at most {_TEXT_BYTES} are allowed"
@@ -286,11 +287,14 @@ def _require_few_parts(body: bytes) -> None:
             raise MalformedBody(f"the body has more than {MAX_PARTS} parts (datums, chunks, tensors)")
 
 
-def _require_short_name(entry: memoryview) -> None:
-    """Bound the name of a tensor before it is parsed, which is one long call. Raises MalformedBody."""
+def _require_plain_entry(entry: memoryview) -> None:
+    """Bound the name of a tensor before it is parsed, which is one long call, and the fields beside it. Raises
+    MalformedBody."""
     if len(entry) <= _TEXT_BYTES:
         return
-    for field in read_fields(entry):
+    for count, field in enumerate(read_fields(entry), 1):
+        if count > MAX_FIELDS:
+            raise MalformedBody(f"an entry of loss_fn_inputs has more than {MAX_FIELDS} fields and {_TEXT_BYTES} bytes")
         if field.number == KEY and field.content is not None and len(field.content) > _TEXT_BYTES:
             size_bytes = len(field.content)
             raise MalformedBody(f"a name in loss_fn_inputs has {size_bytes} bytes; at most {_TEXT_BYTES} are allowed")

@@ -249,6 +249,12 @@ def test_what_is_long_and_no_byte_string_is_refused_by_name(chunk: bytes, messag
         wire.decode_forward_backward(field_of(3, field_of(1, chunk)))
 
 
+def test_a_tensor_in_many_parts_is_refused_before_they_are_read() -> None:
+    entry = field_of(1, b"a") + field_of(2, b"") * MAX_TEXT * 2
+    with pytest.raises(wire.MalformedBody, match="an entry of loss_fn_inputs has more than 64 fields and"):
+        wire.decode_forward_backward(field_of(3, field_of(2, entry)))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
