@@ -299,11 +299,11 @@ def test_the_command_line_lists_unloads_and_stops_with_an_administrators_key_alo
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
-    run_id = house.alice.new_run()
+    run_id = house.alice.new_run({"name": "red\x1b[31m"})
     code, listed, _ = run("owners")
     assert code == 0 and all(name in listed for name in ("alice", "bob", "prometheus", "tokens since"))
     code, listed, _ = run("runs", "--owner", "alice")
-    assert code == 0 and run_id in listed and "memory" in listed
+    assert code == 0 and run_id in listed and "memory" in listed and "\x1b" not in listed
     for words in (["owners"], ["runs"], ["unload", run_id], ["stop", run_id]):
         code, _, said = run(*words, key=house.bob_key)
         assert code == 2 and "answers 403" in said

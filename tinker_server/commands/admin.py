@@ -10,6 +10,7 @@ from rich.table import Table
 from tinker_server.commands.status import GIB, connect
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed
+from tinker_server.observability.log_config import harmless
 
 _WAIT_S = 600.0
 """An unload waits for the operation that runs."""
@@ -69,11 +70,10 @@ def runs_table(found: dict[str, Any]) -> Table:
     )
     table = Table(*names, title=title, title_justify="left")
     for run in found["runs"]:
-        rank, memory = str(run["lora_rank"] or "all"), f"{run['memory_bytes'] / GIB:.2f} GiB"
+        name, rank = harmless(run["name"]), str(run["lora_rank"] or "all")
+        memory = f"{run['memory_bytes'] / GIB:.2f} GiB"
         work = (run[name] for name in ("operations_running", "operations_waiting", "steps", "tokens"))
-        table.add_row(
-            run["run_id"], run["name"], run["owner"], run["base_model"], rank, run["place"], memory, *map(str, work)
-        )
+        table.add_row(run["run_id"], name, run["owner"], run["base_model"], rank, run["place"], memory, *map(str, work))
     return table
 
 
