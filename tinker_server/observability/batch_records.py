@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from tinker_server.store.futures.records import Operation
 
 log = logging.getLogger(__name__)
 LARGEST_BODY_BYTES = 32 << 20
-"""Larger bodies are not decoded again."""
+"""Larger bodies are not decoded again, nor an owner's bodies beyond this at a time: each that waits is in memory."""
 
 
 class BatchRecords:
@@ -27,23 +28,37 @@ class BatchRecords:
         self._is_wanted = is_wanted
         self._reading: dict[str, asyncio.Task[None]] = {}
         """By run."""
+        self._reading_bytes: Counter[str] = Counter()
+        """Bytes of the bodies by owner."""
 
     async def on_success(self, work: Work[Any]) -> None:
         """Read a batch in a task of its own. Its step has been recorded."""
         operation, output = work.operation, work.response
         if operation.operation_kind != "forward_backward" or not isinstance(output, ForwardBackwardOutput):
             return
-        is_read = self._is_wanted and operation.size_bytes <= LARGEST_BODY_BYTES
+        size_bytes = self._reading_bytes[operation.owner] + operation.size_bytes
+        is_read = self._is_wanted and size_bytes <= LARGEST_BODY_BYTES
         if is_read and work.step is not None and operation.lane not in self._reading:
             name = BatchName(operation.owner, operation.lane, work.step.step, work.base_model)
             task = asyncio.create_task(self._read(operation, name, output), name="keeping datums of a step")
             self._reading[operation.lane] = task
+            self._reading_bytes[operation.owner] = size_bytes
+            task.add_done_callback(lambda _: self._end(operation))
+
+    def forget(self, run_id: str) -> None:
+        """Keep nothing more of a run that is deleted."""
+        if run_id in self._reading:
+            self._reading[run_id].cancel()
 
     async def stop(self) -> None:
         """End all reading."""
         for task in list(self._reading.values()):
             task.cancel()
         await asyncio.gather(*self._reading.values(), return_exceptions=True)
+
+    def _end(self, operation: Operation) -> None:
+        del self._reading[operation.lane]
+        self._reading_bytes[operation.owner] -= operation.size_bytes
 
     async def _read(self, operation: Operation, name: BatchName, output: ForwardBackwardOutput) -> None:
         try:
@@ -52,8 +67,6 @@ class BatchRecords:
                 self._put(batch)
         except Exception:  # records must not cost anything else
             log.exception("the datums of %s are not kept", operation)
-        finally:
-            del self._reading[name.run_id]
 
 
 def _keep(operation: Operation, name: BatchName, output: ForwardBackwardOutput) -> KeptBatch | None:

@@ -62,6 +62,7 @@ async def _delete(server: Services, run_id: str, owner: str) -> None:
         for saved in found:
             await server.storage.delete(await server.checkpoints.take(parse_path(saved.tinker_path), owner))
     await server.runs.delete(run_id, owner)
+    server.batches.forget(run_id)
     server.gallery.drop_run(owner, run_id)
     await server.audit.note("run_deleted", owner, model_id=run_id)
 
