@@ -5,7 +5,6 @@ Every client sends a refused request again, for minutes: so a request is refused
 """
 
 import asyncio
-from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -90,7 +89,11 @@ class Starting:
         if path == SHOW_VERSION:
             return JSONResponse(release()._asdict())
         error = StillStarting(f"the server has been starting for {self._time() - self._began:.0f} s")
-        loading = [asdict(loading) for _, loading, _ in self._processes.rows()]  # names of models are for owners alone
+        # Names of models are for owners alone.
+        loading = [
+            {"doing": now.doing, "done_bytes": now.done_bytes, "total_bytes": now.total_bytes}
+            for _, now, _ in self._processes.rows()
+        ]
         body = {"detail": str(error), "error": type(error).__name__, "loading": loading}
         return JSONResponse(body, error.status, RETRY_AFTER)
 

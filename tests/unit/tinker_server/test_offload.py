@@ -7,7 +7,6 @@ ELSEWHERE = {
     "app.py": "the start",
     "auth/key_uses.py": "housekeeping writes a file",
     "observability/tracing/exporter.py": "the end",
-    "operations/housekeeping.py": "housekeeping writes files",
     "routes/files.py": "a look at the disk",
     "routes/health.py": "a thread of its own",
     "routes/machine_loads.py": "measures every minute",
