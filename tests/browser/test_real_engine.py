@@ -31,13 +31,13 @@ FIRST_MINUTE_MS = 180_000
 WIDE: ViewportSize = {"width": 1280, "height": 860}
 Picture = Callable[[Page, str], None]
 OUTSIDE = """() => [...document.querySelectorAll(".card, td, th")].flatMap((box) => {
-    const most = box.getBoundingClientRect();
+    const most = box.getBoundingClientRect(), scrolls = getComputedStyle(box).overflowY !== "visible";
     return [...box.querySelectorAll("textarea, input, select, button, .completion, small, a")]
         .map((part) => [part, part.getBoundingClientRect()])
-        .filter(([, at]) => at.width && (at.right > most.right + 1 || at.bottom > most.bottom + 1))
+        .filter(([, at]) => at.width && (at.right > most.right + 1 || (!scrolls && at.bottom > most.bottom + 1)))
         .map(([part]) => part.outerHTML.slice(0, 80));
 })"""
-"""Controls and texts that reach beyond their card or cell."""
+"""Controls and texts that reach beyond their card or cell, unless it scrolls."""
 
 
 @dataclass(frozen=True)
