@@ -28,9 +28,7 @@ def run(inputs: Sequence[Tensor], of: Sequence[Call], kept: Tensor, forward: For
         parts, last = forward(
             [tensor[call.token_N] for tensor in inputs], call.cu_seqlens, _begins(call, kept), _keeps(call)
         )
-        found = found or [tensor.new_empty(len(inputs[0]), *tensor.shape[1:]) for tensor in parts]
-        for whole, part in zip(found, parts, strict=True):
-            whole[call.token_N] = part
+        found = _put(parts, found, call, len(inputs[0]))
         if last is not None:
             kept[call.row_K] = last[call.parent_K]
     return found
@@ -47,11 +45,17 @@ def run_backward(saved: Sequence[Tensor], of: Sequence[Call], kept: Tensor, back
             of_last[call.parent_K] = of_kept[call.row_K]
         given = [tensor[call.token_N] for tensor in saved]
         parts, of_begins = backward(given, call.cu_seqlens, _begins(call, kept), of_last)
-        found = found or [tensor.new_empty(len(saved[0]), *tensor.shape[1:]) for tensor in parts]
-        for whole, part in zip(found, parts, strict=True):
-            whole[call.token_N] = part
+        found = _put(parts, found, call, len(saved[0]))
         if call.begins is not None and of_begins is not None:
             of_kept.index_add_(0, call.begins, of_begins)
+    return found
+
+
+def _put(parts: Sequence[Tensor], found: list[Tensor], call: Call, num_tokens: int) -> list[Tensor]:
+    """Write a call's tokens into those of all calls, which the first call makes."""
+    found = found or [tensor.new_empty(num_tokens, *tensor.shape[1:]) for tensor in parts]
+    for whole, part in zip(found, parts, strict=True):
+        whole[call.token_N] = part
     return found
 
 
