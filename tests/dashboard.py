@@ -1,7 +1,8 @@
 """Somebody who looks at the dashboard of a server on fakes, without a browser; and runs for them to look at."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -133,3 +134,12 @@ def with_keys(folder: Path, *names: str, **settings: Any) -> tuple[Running, list
     """A server, and a key of each owner."""
     made = [keys.add(folder / "keys", name) for name in names]
     return Running(folder / "data", keys_file=folder / "keys", **settings), made
+
+
+@contextmanager
+def alice_and_bob(folder: Path) -> Iterator[tuple[Owner, Owner]]:
+    """Two owners of a server, signed in."""
+    server, made = with_keys(folder, "alice", "bob")
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        yield alice.sign_in(), bob.sign_in()
+    server.stop()

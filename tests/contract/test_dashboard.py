@@ -24,7 +24,7 @@ from tinker.lib.console_urls import (
 )
 from tinker.types import SaveWeightsResponse
 
-from tests.dashboard import Owner, with_keys
+from tests.dashboard import Owner, alice_and_bob, with_keys
 from tests.fake_server import Running
 from tests.photographs import photographs
 from tinker_server.auth import keys
@@ -46,10 +46,8 @@ PAGES = ("/", "/checkpoints", "/samples", "/playground", "/machine")
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
     """Alice, who has a run, checkpoints and samples; and Bob, who has nothing."""
-    server, made = with_keys(tmp_path_factory.mktemp("dashboard"), "alice", "bob")
-    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
-        yield alice.sign_in(), bob.sign_in()
-    server.stop()
+    with alice_and_bob(tmp_path_factory.mktemp("dashboard")) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")

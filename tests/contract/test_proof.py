@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.dashboard import Owner, with_keys
+from tests.dashboard import Owner, alice_and_bob
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.__main__ import main
 from tinker_server.api_schemas import wire
@@ -20,10 +20,8 @@ from tinker_server.api_schemas import wire
 
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
-    server, made = with_keys(tmp_path_factory.mktemp("proof"), "alice", "bob")
-    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
-        yield alice.sign_in(), bob.sign_in()
-    server.stop()
+    with alice_and_bob(tmp_path_factory.mktemp("proof")) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
