@@ -165,8 +165,9 @@ class Prefixes:
         ordered = [identities[datum] for datum in self._order]
         self._common = np.array([0, *map(count_common, ordered, ordered[1:])], np.int64)
         """By rank, tokens in common with the datum before it."""
-        self.shares = int(self._common.sum()) >= LEAST_SAVED
-        """False: no datums have enough in common."""
+        has_enough = int(self._common.sum()) >= LEAST_SAVED
+        self.shares = has_enough and self.trie(range(len(identities)), alone=False).saved > 0
+        """False: what the datums have in common is not worth sharing, and the batch is planned as any other."""
 
     @property
     def digest(self) -> str:

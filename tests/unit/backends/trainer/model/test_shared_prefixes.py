@@ -101,6 +101,12 @@ def test_what_would_save_little_is_computed_whole() -> None:
     assert found([*beginnings, beginnings[0]]).saved > 0
 
 
+def test_a_batch_with_too_little_to_share_is_planned_as_any_other() -> None:
+    groups = [np.concatenate([text(64, seed), text(256, 10 * seed + one)]) for seed in (1, 2, 3) for one in range(4)]
+    assert not Prefixes(groups).shares
+    assert Prefixes([*groups, *[text(LEAST_SAVED, 4)] * 2]).shares
+
+
 def test_where_states_are_carried_each_segment_saves_a_chunk() -> None:
     for length, is_shared in ((60, False), (80, True)):
         group = [np.concatenate([text(length, 0), text(1, seed)]) for seed in range(1, 21)]
