@@ -48,8 +48,8 @@ demo: $(STAMP)
 
 # Two workers, and what each starts, on two cores: more threads only wait for one another.
 test test-fast test-slow: export OMP_NUM_THREADS := 1
-# Files in their own order, unit tests last: by the number of their tests, the few that take minutes would come last,
-# and one worker would wait for the other.
+# In the order of tests/workers.py: by the number of their tests, the few that take minutes would come last, and one
+# worker would wait for the other.
 TWO_WORKERS := -n 2 --dist loadscope --no-loadscope-reorder --ignore tests/gpu --ignore tests/acceptance tests
 
 test: check

@@ -1,19 +1,42 @@
-"""Keeps tests of a file, and all that share a server or an engine, on one worker."""
+"""Gives tests to workers: those that share a server or an engine to the same worker, and the longest first."""
 
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
-TOGETHER = ("tests/contract/sampler/", "tests/conformance/", "tests/e2e/")
-"""The first has an engine of its own, all others the one server of a test session."""
+OF_SERVER = ("chat_clients", "docs", "full_disk", "start", "training", "uploaded_adapters")
+TOGETHER = {
+    "sampler": ("tests/contract/sampler/",),
+    "server": ("tests/conformance/", *(f"tests/e2e/test_{name}.py" for name in OF_SERVER)),
+}
+"""Files that share an engine of their own, and those with the server of a test session."""
 APART = "tests/chaos/"
 """Each test takes minutes, and has its own server."""
+LONGEST = ("server", "sampler", "tests/e2e/", "tests/chaos/", "tests/cluster/", "tests/browser/", "tests/contract/")
+"""Scopes, or beginnings of their names, in the order of their start. What takes minutes would be waited for at the
+end, while all other workers have nothing to do."""
+NUM_HELD = 2
+"""A worker runs a test once it has the next."""
 
 
 class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
     """Gives a worker one file after the other, or all files of an engine, or one test."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(TOGETHER[0]):
-            return "sampler"
-        if nodeid.startswith(APART):
-            return nodeid
-        return "server" if nodeid.startswith(TOGETHER[1:]) else nodeid.partition("::")[0]
+        for name, files in TOGETHER.items():
+            if nodeid.startswith(files):
+                return name
+        return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        longest = min(self.workqueue, key=_place)  # of equals, the first by name
+        self.workqueue.move_to_end(longest, last=False)
+        super()._assign_work_unit(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Leave to other workers what this worker need not have yet."""
+        if not self.workqueue or self._pending_of(self.assigned_work[node]) < NUM_HELD:
+            super()._reschedule(node)
+
+
+def _place(scope: str) -> int:
+    return next((place for place, name in enumerate(LONGEST) if scope.startswith(name)), len(LONGEST))
