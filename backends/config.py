@@ -69,9 +69,8 @@ class BackendConfig(BaseModel):
     CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base; but 2 where trainer and
     engine lay it out differently, and with cluster."""
     base_precision: Literal["fp8"] | None = None
-    """fp8: if the files of a base are in fp8 by blocks, trainers, and engines of one GPU, keep its linears and experts
-    so, and dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are
-    equal."""
+    """fp8: if the files of a base are in fp8 by blocks, trainers and engines keep its linears and experts so, and
+    dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are equal."""
     gpu_memory_bytes: int | None = Field(default=None, ge=1 << 30)
     """Memory of each GPU that the server takes in all, where others use the rest. The GPUs must be alike. If absent:
     all of it."""

@@ -8,7 +8,7 @@ import json
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.published import COOKBOOK, NOT_FOUND
@@ -41,11 +41,14 @@ train at once. A dash means that eight cards of one machine are too few. With `*
 [wait in main memory](operating.md#small-cards).
 
 """
-IN_FP8 = ("8b-text", "32b", "70b")
+IN_FP8 = {
+    **{name: MODELS[name] for name in ("8b-text", "32b", "70b")},
+    "235b-a22b": "Qwen3-VL-235B-A22B, images, experts",
+}
 FP8_HEAD = """
 ## Bases in fp8
-With `--base-precision fp8`, the linears of a dense decoder that is published in fp8 by blocks stay so, in trainer and
-engine, in one copy. This table is for such files of the same models.
+With `--base-precision fp8`, the linears and experts of a decoder that is published in fp8 by blocks stay so, in trainer
+and engine, in one copy if they fit on one card. This table is for such files.
 
 """
 COOKBOOK_HEAD = """
@@ -112,9 +115,9 @@ def page() -> str:
     return HEAD + "\n".join(lines) + "\n" + notes
 
 
-def _card_lines(sizes: Collection[str], *, in_fp8: bool = False) -> Iterator[str]:
+def _card_lines(sizes: Mapping[str, str], *, in_fp8: bool = False) -> Iterator[str]:
     """Yield the lines of a table of models by cards."""
-    yield f"| card, memory | {' | '.join(MODELS[size] for size in sizes)} |"
+    yield f"| card, memory | {' | '.join(sizes.values())} |"
     yield f"|---|{'---|' * len(sizes)}"
     for card, memory_gib in CARDS_GIB.items():
         cells = (_cell(size, card, in_fp8=in_fp8) for size in sizes)

@@ -729,3 +729,24 @@ DIVIDED: dict[str, tuple[Callable[[Path], Path], int]] = {
     "Qwen3.5 MoE": (partial(make_tiny_qwen3_5, moe=True, linear_num_key_heads=2, linear_num_value_heads=4), 2),
 }
 """Models that an engine's ranks divide, each in its own way, and the number of ranks."""
+_WHOLE_BLOCKS: dict[str, object] = {**EXPERTS, "moe_intermediate_size": 256}
+_PARTS_OF_BLOCKS: dict[str, object] = {
+    **EXPERTS,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 128,
+}
+DIVIDED_IN_FP8: dict[str, tuple[Callable[[Path], Path], int]] = {
+    "Qwen3 MoE": (partial(make_tiny_of, "qwen3_moe", **_WHOLE_BLOCKS, mlp_only_layers=[0]), 2),
+    "Qwen3 MoE, parts of blocks": (partial(make_tiny_of, "qwen3_moe", **_PARTS_OF_BLOCKS), 4),
+    "Qwen3.5 MoE": (
+        partial(make_tiny_qwen3_5, moe=True, linear_num_key_heads=2, linear_num_value_heads=4, **_WHOLE_BLOCKS),
+        2,
+    ),
+    "DeepSeek-V3": (
+        partial(make_tiny_deepseek_v3, qk_nope_head_dim=64, qk_rope_head_dim=64, head_dim=64, v_head_dim=64),
+        2,
+    ),
+}
+"""Mixtures that an engine's ranks divide in fp8, and the number of ranks."""

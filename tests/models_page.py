@@ -179,7 +179,8 @@ NOTES = """
   fp8` the decoder's linears and experts stay in fp8 in both, and are dequantised for each product. vLLM's own fp8 is
   not used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and
   experts in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL,
-  its MoE, Qwen3.5, its MoE and DeepSeek-V3, dequantised once and kept in fp8. On a GPU, tests used files on an H100,
+  its MoE, Qwen3.5, its MoE and DeepSeek-V3, dequantised once and kept in fp8, the mixtures also with engines of two
+  and four ranks and trainers of two. On a GPU, tests used files on an H100,
   of Qwen3-VL and its MoE, with one copy of the base and with two; on an H200, of Qwen3-VL, its MoE and Qwen3.5's MoE
   that stay in fp8, in one copy. Their experts are multiplied by a kernel that dequantises tile by tile, and that no
   GPU before compute capability 8.9 has. No published file has been loaded yet. An adapter is trained on the

@@ -10,6 +10,7 @@ from tests.published import COOKBOOK, OTHERS
 from tinker_server.api_schemas.training import Layout as LoraLayout
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import pack_linears, read_size
+from tinker_server.backends.configure.fp8_parts import Fp8Parts
 from tinker_server.backends.configure.model_size import ModelSize
 from tinker_server.backends.families.coverage import decoder_matrices
 from tinker_server.backends.formats.block_fp8 import BLOCK
@@ -46,5 +47,6 @@ def shape(
         renderer, size = read_size(name, Path(directory), settings, "cuda")
         if not in_fp8:
             return size
-        matrices = decoder_matrices(renderer.family, renderer.config, directory).values()
-        return pack_linears(size, [sizes for named in matrices for sizes in named.values()])
+        modules = decoder_matrices(renderer.family, renderer.config, directory).values()
+        matrices = {name: sizes for named in modules for name, sizes in named.items()}
+        return pack_linears(size, Fp8Parts(matrices, renderer.config.get_text_config()))

@@ -1,12 +1,13 @@
 """Find the configured base models, check that they can be served here, and make their specs. Loads no weights."""
 
 import logging
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.fp8_parts import Fp8Parts
 from tinker_server.backends.configure.memory_plan import Demand, Machine, MemoryPlan
 from tinker_server.backends.configure.model_size import ModelSize, model_size
 from tinker_server.backends.configure.nearest_fit import idle_gpus, plan_or_suggest
@@ -112,11 +113,6 @@ def _place(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelS
     on_cpu = plan.device == "cpu"
     num_ranks, tensor_parallel = len(layout.trainer), len(layout.engines[0])
     cache_on_cpu = model.size.kv_cache_bytes(demand.context, tensor_parallel, "cpu") if on_cpu else None
-    if config.base_precision is not None and num_ranks > 1:
-        raise BackendFailed(
-            f"{model.spec.source}: base_precision {config.base_precision} (setting backend.base_precision) is not"
-            f" supported on {num_ranks} ranks; set backend.ranks to 1, or leave base_precision out"
-        )
     spec = replace(
         model.spec,
         max_context_length=demand.context,
@@ -143,7 +139,9 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
     if config.base_precision == "fp8":
-        size = pack_linears(size, fp8_matrices(renderer.family, renderer.config, str(directory)).values())
+        parts = Fp8Parts(fp8_matrices(renderer.family, renderer.config, str(directory)), text_config)
+        _require_divided(parts, config.tensor_parallel or 1, source)
+        size = pack_linears(size, parts)
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
@@ -227,10 +225,24 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     return renderer
 
 
-def pack_linears(size: ModelSize, shapes: Collection[tuple[int, int]]) -> ModelSize:
-    """Return the size of a base whose linears of these outputs and inputs stay in fp8."""
-    num_bytes = sum(block_fp8.packed_bytes(*shape) for shape in shapes)
-    return replace(size, packed_numbers=sum(rows * columns for rows, columns in shapes), packed_bytes=num_bytes)
+def pack_linears(size: ModelSize, parts: Fp8Parts) -> ModelSize:
+    """Return the size of a base whose matrices stay in fp8."""
+    return replace(
+        size,
+        packed_numbers=sum(rows * columns for rows, columns in parts.shapes),
+        packed_bytes=sum(block_fp8.packed_bytes(*shape) for shape in parts.shapes),
+        tensor_parallels=parts.divisible(size.tensor_parallels),
+    )
+
+
+def _require_divided(parts: Fp8Parts, ranks: int, source: str) -> None:
+    """Raise BackendFailed if so many ranks of an engine cannot divide what stays in fp8."""
+    if (name := parts.first_undivided(ranks)) is not None:
+        raise BackendFailed(
+            f"{source}: tensor_parallel {ranks} (setting backend.tensor_parallel) is not supported with base_precision"
+            f" fp8: the ranks would divide blocks of {name} that have one scale; set a smaller number, or leave"
+            " base_precision out"
+        )
 
 
 def _numerics(spec: ModelSpec) -> dict[str, str]:

@@ -216,8 +216,7 @@ def least_activation_bytes(size: ModelSize, demand: Demand) -> int:
 def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:
     """Return the least parts of each of so many ranks of an engine. All but its context are vLLM's own part of the
     GPU."""
-    # Ranks of an engine have a base in fp8 dequantised.
-    divided_bytes = size.rank_numbers(tensor_parallel) * size.number_bytes
+    divided_bytes = size.rank_numbers(tensor_parallel) * size.number_bytes - size.packed_savings // tensor_parallel
     parts = {"base": size.base_bytes if tensor_parallel == 1 else divided_bytes}
     parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
     cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, tensor_parallel, device)
@@ -229,8 +228,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     step_tokens = max(demand.engine_tokens, demand.max_sequences)
     token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
-    if tensor_parallel == 1:
-        parts["step"] += 2 * size.unpacking_bytes  # gate and up are joined there
+    parts["step"] += 2 * size.unpacking_bytes  # gate and up are joined there
     if size.image_token is not None:
         parts["images"] = size.image_token.forward * step_tokens
         if demand.engine_tokens < ENGINE_TOKENS:  # a step may have an image that is larger, alone
@@ -243,7 +241,7 @@ def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
     as used; or all of them."""
     if num_ranks == 1 or replicates:
         return size.base_bytes
-    shared = -(-size.base_bytes // num_ranks) + 2 * size.numbers.all_gathered * size.number_bytes
+    shared = -(-size.base_bytes // num_ranks) + 2 * size.all_gathered_bytes
     return min(size.base_bytes, shared)
 
 

@@ -26,13 +26,13 @@ needs what the microbatches leave."""
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _LEAST_KV_CACHE = {"cpu": 512 << 20, "cuda": 1 << 30}
-_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
+ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 """Linears of which the ranks of an engine divide the inputs; of the others, the outputs."""
 _SLICES = {"in_proj_qkv": 3, "in_proj": 5}
 """Linears that the engine takes as so many, each with its own A."""
-_REPEATED = ("q_a_proj", "kv_a_proj_with_mqa")
+REPEATED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Linears that each rank of an engine has whole."""
-_OF_KEYS = ("k_proj", "v_proj")
+OF_KEYS = ("k_proj", "v_proj")
 _EXPERTS = "experts"
 _HEAD = "lm_head"
 """The engine's head has adapters for the whole vocabulary on every rank."""
@@ -82,7 +82,17 @@ class ModelSize:
     @property
     def base_bytes(self) -> int:
         """Bytes of a copy of the base that no ranks divide."""
-        return (self.numbers.base - self.packed_numbers) * self.number_bytes + self.packed_bytes
+        return self.numbers.base * self.number_bytes - self.packed_savings
+
+    @property
+    def packed_savings(self) -> int:
+        """Bytes that a copy of the base saves by what stays in fp8."""
+        return self.packed_numbers * self.number_bytes - self.packed_bytes
+
+    @property
+    def all_gathered_bytes(self) -> int:
+        """Bytes of a sharded base that ranks all-gather at once, of whose layers two are packed."""
+        return self.numbers.all_gathered * self.number_bytes - 2 * self.packed_savings // self.num_layers
 
     @property
     def unpacking_bytes(self) -> int:
@@ -117,7 +127,7 @@ class ModelSize:
         for matrix in self.numbers.matrices:
             inputs, outputs = _SLICES.get(matrix.name, 1) * matrix.inputs, matrix.outputs
             pieces = self._pieces(matrix, tensor_parallel)
-            if matrix.name in _ROW_PARALLEL or (matrix.name == _EXPERTS and outputs == self.hidden):
+            if matrix.name in ROW_PARALLEL or (matrix.name == _EXPERTS and outputs == self.hidden):
                 inputs = -(-inputs // pieces)
             elif matrix.name != _HEAD:
                 outputs = -(-outputs // pieces)
@@ -145,9 +155,9 @@ class ModelSize:
 
     def _pieces(self, matrices: LoraMatrices, tensor_parallel: int) -> int:
         """Return the number of different pieces that so many ranks of an engine have of a matrix."""
-        if matrices.in_tower or matrices.name in _REPEATED:
+        if matrices.in_tower or matrices.name in REPEATED:
             return 1
-        return min(tensor_parallel, self.key_heads) if matrices.name in _OF_KEYS else tensor_parallel
+        return min(tensor_parallel, self.key_heads) if matrices.name in OF_KEYS else tensor_parallel
 
     def activation_bytes(self, num_tokens: int, *, recomputes: bool, offloads: bool = False) -> int:
         """Return what a microbatch takes with all layers recomputed, or with none, by estimate. `offloads`: inputs of

@@ -12,11 +12,13 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import (
+    DIVIDED_IN_FP8,
     EXPERTS,
     make_tiny_deepseek_v3,
     make_tiny_of,
@@ -24,6 +26,7 @@ from tests.models import (
     make_tiny_vl,
     quantise_in_blocks,
 )
+from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, sampler_config, score_distances
 from tests.trainers import (
     LORA,
@@ -152,6 +155,24 @@ def test_linears_that_stay_in_fp8_have_the_scores_and_gradients_of_dequantised_o
             assert packed_stack.shape == (len(stack), matrices_of_one * of_one), name
 
 
+def on_ranks(world: World, source: Path) -> Stepped:
+    """Outputs of two steps on mixed samples, and the adapter after them, of rank 0; ranks share the base in fp8."""
+    renderer = make_renderer(source)
+    inputs = MIXED if renderer.takes_images else TEXTS
+    data = [datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())]
+    rank = TrainerRank(replace(config(source, 60, num_ranks=world.size), base_precision="fp8"), world)
+    packed_parameters = [one for one in rank.base.scorer.model.parameters() if one.dtype == torch.uint8]
+    assert packed_parameters and all(isinstance(one, DTensor) == (world.size > 1) for one in packed_parameters)
+    rank.create_model("m", LORA)
+    return two_steps(rank, "m", cross_entropy(data))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sources", ["Qwen3", "Qwen3-VL", *MIXTURES], indirect=True)
+def test_two_ranks_that_share_a_base_in_fp8_are_as_one(sources) -> None:
+    check_two_are_as_one(on_ranks, sources[1])
+
+
 def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
     outputs, inputs, rank = 130, 140, 3
     weight = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
@@ -182,7 +203,19 @@ async def test_an_engine_whose_linears_stay_in_fp8_scores_as_the_trainer(sources
     await assert_scored_alike(sources[1], "fp8", tmp_path)
 
 
-async def assert_scored_alike(quantised: Path, precision: Literal["fp8"] | None, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DIVIDED_IN_FP8)
+async def test_an_engine_of_several_ranks_whose_base_stays_in_fp8_scores_as_the_trainer(
+    kind: str, tmp_path: Path
+) -> None:
+    make, num_ranks = DIVIDED_IN_FP8[kind]
+    quantised = quantise_in_blocks(make(tmp_path / "whole"), tmp_path / "quantised")
+    await assert_scored_alike(quantised, "fp8", tmp_path, num_ranks)
+
+
+async def assert_scored_alike(
+    quantised: Path, precision: Literal["fp8"] | None, tmp_path: Path, num_ranks: int = 1
+) -> None:
     """The engine's scores of the base and of an adapter are the trainer's."""
     renderer = make_renderer(quantised)
     # In which alone the engine has linear attention on the CPU.
@@ -194,7 +227,7 @@ async def assert_scored_alike(quantised: Path, precision: Literal["fp8"] | None,
     perturb(rank, "a")
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
     spec = replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype)
-    running = SamplerPool(replace(spec, base_precision=precision), fork_sampler)
+    running = SamplerPool(replace(spec, base_precision=precision, tensor_parallel=num_ranks), fork_sampler)
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):

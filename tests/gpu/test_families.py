@@ -25,7 +25,7 @@ from tests.gpu.agreement import (
     on_cuda,
     scoring_datum,
 )
-from tests.models import DIVIDED, EXPERTS, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
+from tests.models import DIVIDED, DIVIDED_IN_FP8, EXPERTS, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config, scores_of, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
 from tinker_server.api_schemas.inputs import Datum, ModelInput
@@ -169,6 +169,17 @@ async def test_a_sampler_of_several_ranks_scores_as_the_trainer(kind, tmp_path):
 async def test_a_sampler_of_a_base_that_stays_in_fp8_scores_as_the_trainer(kind, tmp_path):
     quantised = quantise_in_blocks(FAMILIES[kind](tmp_path / "model"), tmp_path / "quantised")
     await check_sampler(kind, quantised, tmp_path, is_quantised=True, base_precision="fp8")
+
+
+@pytest.mark.parametrize("kind", DIVIDED_IN_FP8)
+async def test_a_sampler_of_several_ranks_of_a_base_in_fp8_scores_as_the_trainer(kind, tmp_path):
+    make, num_ranks = DIVIDED_IN_FP8[kind]
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    placement = dataclasses.replace(ON_CUDA["placement"], engines=(tuple(range(num_ranks)),))
+    others = {"tensor_parallel": num_ranks, "placement": placement, "base_precision": "fp8"}
+    quantised = quantise_in_blocks(make(tmp_path / "model"), tmp_path / "quantised")
+    await check_sampler(kind, quantised, tmp_path, is_quantised=True, **others)
 
 
 async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
-from tests.models import make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_vl
+from tests.models import FAMILIES, make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
 from tests.trainers import (
     LORA,
     SMOOTH,
@@ -128,6 +128,32 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, s
     of_one, of_two = (relative_distance(each.values(), exact.values()) for each in (one, two))
     print(f"{dtype}: one GPU is {of_one:.4f} from float32, two are {of_two:.6f}")
     assert of_two < (1e-4 if dtype == "float32" else 1.5 * of_one)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+async def test_two_gpus_that_share_a_mixture_in_fp8_are_as_one(tmp_path):
+    source = quantise_in_blocks(FAMILIES["Qwen3-VL MoE"](tmp_path / "model"), tmp_path / "quantised")
+    renderer = make_renderer(source)
+    batches = [
+        [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())],
+        [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
+    ]
+    weights: list[dict[str, torch.Tensor]] = []
+    for dtype, num_ranks in (("float32", 1), ("bfloat16", 1), ("bfloat16", 2)):
+        settings = dataclasses.replace(
+            config(source, max_tokens=60),
+            dtype=dtype,
+            base_precision="fp8",
+            is_quantised=True,
+            shares_microbatches=True,
+            mesh=Mesh(shard=num_ranks),
+            **CUDA,
+        )
+        weights.append(await stepped(settings, batches, tmp_path / str(len(weights))))
+    exact, one, two = weights
+    of_one, of_two = (relative_distance(each.values(), exact.values()) for each in (one, two))
+    print(f"fp8: one GPU is {of_one:.4f} from float32, two are {of_two:.6f}")
+    assert of_two < 1.5 * of_one
 
 
 def test_long_samples_are_near_float32_among_short_ones(tiny_vl, renderer):

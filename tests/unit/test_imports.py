@@ -193,7 +193,9 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
         (
             "backends.kernels.fp8",
             "backends.kernels.fp8_experts",
+            "backends.configure.fp8_parts",
             "backends.formats.block_fp8",
+            "backends.formats.divided_fp8",
             "backends.trainer.lora.packed_fp8",
             "backends.sampler.engine.vllm_patches.packed_experts",
         ),

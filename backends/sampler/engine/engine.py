@@ -137,7 +137,7 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, object]
 
 def stays_in_fp8(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return the names and shapes of the tensors that an engine keeps in fp8, as the trainer does."""
-    if spec.base_precision != "fp8" or spec.tensor_parallel > 1:
+    if spec.base_precision != "fp8":
         return {}
     config = AutoConfig.from_pretrained(spec.directory)
     return fp8_matrices(find_family(config, spec.source), config, spec.directory)

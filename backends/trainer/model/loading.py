@@ -93,13 +93,13 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
         hook.remove()
     _check(found, config.directory, not_loaded(model.config))
     own = shards.of(model, config.directory)
-    del shards  # it would keep what is laid out anew
+    shards.forget()  # it would keep what is laid out anew
     lay_out_experts(model, own, dtype)
     unlimit_time_steps(model)
     if staying:
         _pack_modules(model, staying, world.device)
         for name, weight in _read_packed(config, staying, tensors):
-            own[name] = weight.to(world.device)
+            own[name] = shards.cut(weight)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
@@ -252,10 +252,10 @@ class _Shards:
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False
         )
         placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
-        self._shards[placeholder] = self._shard(parameter.detach())
+        self._shards[placeholder] = self.cut(parameter.detach())
         return placeholder
 
-    def _shard(self, whole: Tensor) -> Tensor:
+    def cut(self, whole: Tensor) -> Tensor:
         """Return the shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows."""
         if whole.untyped_storage().nbytes() < whole.nbytes:  # a `_StandIn`'s
             return whole
@@ -265,6 +265,10 @@ class _Shards:
         own = shards[self._index] if self._index < len(shards) else whole[:0]
         # Memory of its own: a view would keep the whole alive.
         return torch.empty(own.shape, dtype=own.dtype, device=self._device).copy_(own)
+
+    def forget(self) -> None:
+        """Keep no parameter alive."""
+        self._shards.clear()
 
     def of(self, model: nn.Module, source: str) -> dict[str, Tensor]:
         """Return the shard of every parameter of the model by name. Raises BackendFailed if one was never read."""

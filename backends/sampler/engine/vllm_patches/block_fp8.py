@@ -1,7 +1,8 @@
 """Weights in fp8, with the trainer's numbers: vLLM's own fp8 rounds activations too, and has no path on the CPU.
 
 They are dequantised as vLLM reads them. Where the base stays in fp8, linears of the decoder have packed weights, and
-dequantise them for each product or, where tokens are few, within it (`formats/block_fp8.py`).
+dequantise them for each product or, where tokens are few, within it (`formats/block_fp8.py`). Of an engine of several
+ranks each has its part of a linear, packed (`formats/divided_fp8.py`).
 
 N outputs and K inputs of a linear, B bytes
 """
@@ -23,6 +24,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import is_weights_pre_processed
 
 from tinker_server.backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
+from tinker_server.backends.formats.divided_fp8 import count_rows, rows_of_rank, take_part
 from tinker_server.backends.formats.expert_names import expert_matrices, expert_matrix
 from tinker_server.backends.sampler.engine.vllm_patches import targets
 from tinker_server.backends.sampler.engine.vllm_patches.packed_experts import PackedExpertsMethod
@@ -32,6 +34,8 @@ METHOD = "tinker_packed_fp8"
 _LINEARS, _EXPERTS = "linears", "experts"
 _QUERIES = ("q", "k", "v")
 """As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
+_MLP = {"gate_up_proj": ["gate_proj", "up_proj"]}
+"""What vLLM joins in dense layers of mixtures, which it says too late."""
 _JOINED = {"in_proj_qkvz": (3, 1)}
 """Numbers of vLLM's parts of a linear that each of the files' tensors has, where it has several. Some kinds of
 models have a single tensor for a linear of this name."""
@@ -95,7 +99,8 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
         if not isinstance(layer, LinearBase):
             return None
         stem, _, last = _key(prefix).rpartition(".")
-        parts = [f"{stem}.{part}" in self._staying for part in self.packed_modules_mapping.get(last, [last])]
+        mapping = _MLP | self.packed_modules_mapping
+        parts = [f"{stem}.{part}" in self._staying for part in mapping.get(last, [last])]
         joined_parts = _JOINED.get(last) if len(parts) > 1 else None
         return PackedLinearMethod(parts, joined_parts) if any(parts) else UnquantizedLinearMethod()
 
@@ -115,8 +120,12 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """`is_packed` is of each tensor of the files, which has so many of vLLM's parts; by default all have one."""
         self._is_packed = is_packed
         self._first_parts = [0, *accumulate(joined_parts or [1] * len(is_packed))]
-        self._outputs: list[int] = []
-        self._inputs = 0
+        self._parts: list[list[int]] = []
+        """Outputs on this rank of each of vLLM's parts of each tensor."""
+        self._columns = torch.empty(0, dtype=torch.long, device="cpu")
+        """The inputs on this rank."""
+        self._whole_inputs = 0
+        self._ranks = 0, 1
         self._missing: set[int] = set()
 
     def create_weights(  # noqa: PLR0913 - as vLLM calls it
@@ -129,22 +138,32 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: object,
     ) -> None:
-        """Give the layer its weight. Raises ValueError for a layer that ranks divide."""
-        if input_size_per_partition != input_size or sum(output_partition_sizes) != output_size:
-            raise ValueError("linears that stay in fp8 are not divided over ranks")
-        # Files may have a linear of several parts as one tensor.
-        sizes = output_partition_sizes if len(self._is_packed) > 1 else [output_size]
+        """Give the layer its weight. Raises ValueError for a layer whose parts are not those of the files."""
+        assert isinstance(layer, LinearBase)
+        self._ranks = layer.tp_rank, layer.tp_size
+        sizes = list(output_partition_sizes)
+        if len(self._is_packed) == 1:  # files may have a linear of several parts as one tensor
+            self._first_parts = [0, len(sizes)]
         if len(sizes) != self._first_parts[-1]:
             raise ValueError(f"{len(sizes)} parts of a linear, and {self._first_parts[-1]} in the files")
-        self._outputs = [sum(sizes[begin:end]) for begin, end in pairwise(self._first_parts)]
-        self._inputs, self._dtype = input_size, params_dtype
+        self._parts = [sizes[begin:end] for begin, end in pairwise(self._first_parts)]
+        self._columns = rows_of_rank([input_size_per_partition], input_size, *self._ranks)
+        self._whole_inputs, self._dtype = input_size, params_dtype
         self._missing = set(range(len(self._outputs)))
         weight = nn.Parameter(torch.empty(sum(self._sizes()), dtype=torch.uint8), requires_grad=False)
         weight.weight_loader = self._load  # type: ignore[attr-defined]
         layer.register_parameter("weight", weight)
 
+    @property
+    def _inputs(self) -> int:
+        return len(self._columns)
+
+    @property
+    def _outputs(self) -> list[int]:
+        return [sum(sizes) for sizes in self._parts]
+
     def _sizes(self) -> list[int]:
-        """Return the bytes of each part."""
+        """Return the bytes of each tensor's part."""
         plain = self._inputs * self._dtype.itemsize
         return [
             packed_bytes(outputs, self._inputs) if is_packed else outputs * plain
@@ -157,9 +176,19 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         number = self._first_parts.index(first)
         if part is None and len(self._outputs) > 1:
             raise ValueError("a tensor in fp8 of several linears; start without --base-precision")
-        bytes_ = loaded if self._is_packed[number] else loaded.to(self._dtype).contiguous().view(-1).view(torch.uint8)
-        weight_B.data.split(self._sizes())[number].copy_(bytes_)
+        weight_B.data.split(self._sizes())[number].copy_(self._part(loaded, number))
         self._missing.discard(number)
+
+    def _part(self, loaded: Tensor, number: int) -> Tensor:
+        """Return the bytes of this rank's part of a tensor of the files."""
+        num_rows, is_packed = self._outputs[number], self._is_packed[number]
+        shape = len(loaded), self._whole_inputs
+        if is_packed:
+            shape = count_rows(len(loaded), num_rows, self._whole_inputs, self._ranks[1]), self._whole_inputs
+        rows = rows_of_rank(self._parts[number], shape[0], *self._ranks)
+        if is_packed:
+            return loaded if shape == (num_rows, self._inputs) else take_part(loaded, shape, rows, self._columns)
+        return loaded[rows][:, self._columns].to(self._dtype).contiguous().view(-1).view(torch.uint8)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raise ValueError if a part was never loaded."""

@@ -2,7 +2,7 @@
 own fp8 experts round activations too.
 
 The up of an expert stands behind its gate. On a GPU the trainer's own kernel multiplies by them; on the CPU those in
-use are dequantised in turn.
+use are dequantised in turn. Ranks divide an expert by its inner width.
 
 T tokens, K experts of a token, S = T * K (token, expert) pairs, E experts, H hidden width, I inner width, B bytes
 """
@@ -21,6 +21,7 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.platforms import current_platform
 
 from tinker_server.backends.formats.block_fp8 import halves, packed_bytes, require_kernel, unpack
+from tinker_server.backends.formats.divided_fp8 import rows_of_rank, take_part
 
 if current_platform.is_cpu():
     from tinker_server.backends.sampler.engine.vllm_patches.cpu import ExpertsOnCPU
@@ -48,11 +49,12 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: object,
     ) -> None:
-        """Give the layer its weights. Raises ValueError for experts that ranks divide, or of another form."""
-        parallel = self.moe.moe_parallel_config
-        if parallel.tp_size > 1 or parallel.use_ep or self.moe.has_bias or not self.moe.is_act_and_mul:
-            raise ValueError("experts that stay in fp8 have gates and no biases, and are not divided over ranks")
+        """Give the layer its weights. Raises ValueError for experts of which ranks have some each, or of another
+        form."""
+        if self.moe.moe_parallel_config.use_ep or self.moe.has_bias or not self.moe.is_act_and_mul:
+            raise ValueError("experts that stay in fp8 have gates and no biases, and every rank has a part of each")
         sizes = intermediate_size_per_partition, hidden_size
+        self._hidden, self._inner = hidden_size, intermediate_size_per_partition
         self._bytes = {"w13": packed_bytes(*sizes), "w2": packed_bytes(*sizes[::-1])}
         self._missing = {(matrix, expert) for matrix in (*_INTO, "w2") for expert in range(num_experts)}
         for name, count in (("w13", 2), ("w2", 1)):
@@ -74,9 +76,21 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             raise ValueError("an expert's matrix is not in fp8 in the files; start without --base-precision")
         row_B = param.data[expert_id]
         target = row_B.chunk(2)[_INTO.index(shard_id)] if shard_id in _INTO else row_B
-        target.copy_(loaded_weight)
+        target.copy_(self._part(loaded_weight, is_into=shard_id in _INTO))
         self._missing.discard((shard_id, expert_id))
         return True if return_success else None
+
+    def _part(self, matrix_B: Tensor, *, is_into: bool) -> Tensor:
+        """Return this rank's part of an expert's matrix, into the inner width or out of it."""
+        parallel = self.moe.moe_parallel_config
+        if parallel.tp_size == 1:
+            return matrix_B
+        whole = self._inner * parallel.tp_size
+        every = rows_of_rank([self._hidden], self._hidden, 0, 1)
+        inner = rows_of_rank([self._inner], whole, parallel.tp_rank, parallel.tp_size)
+        if is_into:
+            return take_part(matrix_B, (whole, self._hidden), inner, every)
+        return take_part(matrix_B, (self._hidden, whole), every, inner)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Make the kernel. Raises ValueError if a matrix was never loaded."""

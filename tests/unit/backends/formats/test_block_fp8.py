@@ -152,7 +152,9 @@ def test_the_plan_counts_linears_that_stay_in_fp8_by_their_bytes(tmp_path: Path)
     ):
         assert in_bfloat16 - in_fp8 == saved > 0
     divided = [engine_parts(*one, 2, "cpu")["base"] for one in demands]
-    assert divided[0] == divided[1]  # ranks of an engine have it dequantised
+    assert divided[0] - divided[1] == saved // 2
+    sharded = [trainer_parts(*one, 2, False, "cpu")["base"] for one in demands]
+    assert sharded[0] - sharded[1] > saved // 2, "ranks all-gather bytes"
 
 
 def test_the_plan_counts_experts_that_stay_in_fp8_by_their_bytes(tmp_path: Path) -> None:
@@ -186,7 +188,6 @@ def test_a_large_mixture_in_fp8_fits_one_gpu_of_80_gb(name: str) -> None:
         ({}, None, "its files are not in fp8 by blocks"),
         ({"train_vision": True}, make_tiny_vl, "it has not been compared with backend.train_vision"),
         ({"cluster": True}, make_tiny_text, "it has not been compared on several machines"),
-        ({"ranks": 2}, make_tiny_text, "not supported on 2 ranks"),
     ],
 )
 def test_fp8_in_the_trainer_is_refused_where_it_was_not_compared(

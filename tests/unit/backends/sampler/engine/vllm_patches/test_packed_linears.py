@@ -9,7 +9,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 
-from tinker_server.backends.formats.block_fp8 import packed
+from tinker_server.backends.formats.block_fp8 import packed, unpack
 from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import PackedFp8
 
 MODULE = "layers.0.linear_attn"
@@ -17,8 +17,9 @@ INPUTS = 140
 
 
 class Linear(LinearBase):  # type: ignore[misc]
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         nn.Module.__init__(self)
+        self.tp_rank, self.tp_size = rank, num_ranks
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,8 @@ def test_an_input_projection_of_linear_attention_has_the_tensors_of_the_files(
 ) -> None:
     config = PackedFp8([f"model.{MODULE}.{name}.weight" for name in outputs_of_files])
     config.packed_modules_mapping = dict(mapping)
-    method, layer = config.get_quant_method(Linear(), f"model.{MODULE}.in_proj_qkvz"), nn.Module()
+    layer = Linear()
+    method = config.get_quant_method(layer, f"model.{MODULE}.in_proj_qkvz")
     assert method is not None
     total = sum(outputs_of_engine)
     method.create_weights(layer, INPUTS, outputs_of_engine, INPUTS, total, torch.bfloat16)
@@ -50,3 +52,28 @@ def test_an_input_projection_of_linear_attention_has_the_tensors_of_the_files(
         weight.weight_loader(weight, tensors[-1], *([part] if len(outputs_of_files) > 1 else []))  # type: ignore[attr-defined]
     method.process_weights_after_loading(layer)
     assert weight.equal(torch.cat(tensors))
+
+
+def test_each_rank_has_its_part_of_a_linear_in_fp8_and_of_what_the_files_have_whole() -> None:
+    queries, keys = 512, 128  # of which two ranks share each
+    config = PackedFp8([f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk"])
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    wholes = {name: torch.randn(size, INPUTS) for name, size in zip("qkv", (queries, keys, keys), strict=True)}
+    numbers = {name: wholes[name].to(torch.float8_e4m3fn) for name in "qk"}
+    loaded = {name: packed(numbers[name], torch.rand(-(-len(numbers[name]) // 128), 2)) for name in "qk"}
+    unpacked = {name: unpack(loaded[name], torch.empty(len(numbers[name]), INPUTS)) for name in "qk"} | {
+        "v": wholes["v"]
+    }
+    for rank in range(4):
+        layer = Linear(rank, 4)
+        method = config.get_quant_method(layer, "model.layers.1.self_attn.qkv_proj")
+        assert method is not None
+        method.create_weights(layer, INPUTS, [128, 64, 64], INPUTS, 4 * 256, torch.float32)
+        weight = layer.weight
+        assert isinstance(weight, nn.Parameter)
+        for name in "qkv":
+            weight.weight_loader(weight, loaded.get(name, wholes[name]), name)  # type: ignore[attr-defined]
+        method.process_weights_after_loading(layer)
+        half = slice(rank // 2 * 64, rank // 2 * 64 + 64)
+        parts = [unpacked["q"][rank * 128 : (rank + 1) * 128], unpacked["k"][half], unpacked["v"][half]]
+        assert method.apply(layer, torch.eye(INPUTS)).equal(torch.cat(parts).T)
