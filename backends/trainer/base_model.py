@@ -48,7 +48,12 @@ from tinker_server.backends.trainer.model.packing import Microbatch, pack
 from tinker_server.backends.trainer.model.recompute import Memory, Recomputation
 from tinker_server.backends.trainer.model.router_replay import RouterReplay
 from tinker_server.backends.trainer.model.routing import experts_of, identify_with_routing
-from tinker_server.backends.trainer.model.self_test import own_logprobs, packing_is_exact, require_whole_products
+from tinker_server.backends.trainer.model.self_test import (
+    differences_of_rounding,
+    own_logprobs,
+    packing_is_exact,
+    require_whole_products,
+)
 from tinker_server.backends.trainer.model.shared_prefixes import SAVED_PER_STATE
 from tinker_server.backends.trainer.model.sharing import may_share, sharing_is_exact
 from tinker_server.backends.trainer.model.token_logprobs import Scorer, TokenGradient
@@ -111,6 +116,8 @@ class BaseModel:
         self.whole_below: int | None = 0 if shares else None
         """Microbatches of text of fewer tokens are computed whole; None: all are. Others compute tokens that datums
         share once."""
+        self.allowed_nats = differences_of_rounding(model.dtype, own)
+        """Mean and largest difference of log probabilities that is rounding."""
         self.saved_per_segment = SAVED_PER_STATE if family.has_linear_attention else 0
         """Tokens that sharing must save for each segment."""
         self.memory: Memory | None = None

@@ -229,6 +229,9 @@ class TrainerRank:
             chosen = choose_microbatches(fitting, self._world.num_microbatches, most)
             computed = tuple({member.number for members in chosen for member in members})
             failures |= {request.number: error for request, error in self._training_step.compute(chosen).items()}
+            if self.base.whole_below is None:
+                for request in self._requests.values():
+                    request.compute_whole(self._world.num_microbatches, most)
         self.cancel_requests(list(failures))
         finished: list[FinishedRequest] = list(failures.items())
         done = [request for request in requests if not request.left and request.number not in failures]

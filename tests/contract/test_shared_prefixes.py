@@ -19,6 +19,7 @@ from tests.trainers import LORA, config, trained
 from tests.tries import datums_of
 from tinker_server.api_schemas.inputs import Datum
 from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.model import attention
 from tinker_server.backends.trainer.rank import TrainerRank
 
 
@@ -49,6 +50,23 @@ def steps(world: World, source: Path, sharded: bool) -> Stepped:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_ranks_that_share_beginnings_are_as_a_rank_that_does_not(tiny_text: Path, sharded: bool) -> None:
     check_two_are_as_one(steps, tiny_text, sharded)
+
+
+def steps_where_one_is_broken(world: World, source: Path, sharded: bool) -> Stepped:
+    """On two ranks the second has a wrong attention of beginnings; alone nothing is shared."""
+    rank = trained(TrainerRank(config(source, 400, num_ranks=world.size if sharded else 1), world), {"m": LORA})
+    if world.size == 1:
+        rank.base.whole_below = None
+    if world.rank == 1:  # this process has no other test
+        attention.prefixes_of = lambda *_: []  # type: ignore[assignment]
+    found = two_steps(rank, "m", cross_entropy(data()))
+    assert rank.base.whole_below is None
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_if_sharing_gives_other_numbers_on_a_rank_no_rank_shares(tiny_text: Path, sharded: bool) -> None:
+    check_two_are_as_one(steps_where_one_is_broken, tiny_text, sharded)
 
 
 def steps_in_float64(world: World, source: Path) -> Stepped:

@@ -101,11 +101,20 @@ def scores_agree(scores: Sequence[Tensor], others: Sequence[Tensor], dtype: torc
     return _agree(scores, others, _TOLERANCE[dtype], _differences(own.rounded, own.exact))
 
 
+def differences_of_rounding(dtype: torch.dtype, own: OwnScores) -> Differences:
+    """Return how far two ways to score texts may be apart: by rounding, or a multiple of the model's own noise."""
+    mean, largest = _widen(_TOLERANCE[dtype], _differences(own.rounded, own.exact))
+    return mean, largest
+
+
+def _widen(tolerance: Differences, noise: Differences) -> list[float]:
+    return [max(bound, _OF_ITS_ROUNDING * value) for bound, value in zip(tolerance, noise, strict=True)]
+
+
 def _agree(scores: Sequence[Tensor], others: Sequence[Tensor], tolerance: Differences, noise: Differences) -> bool:
     """Return whether scores differ by at most the tolerance, or a multiple of the model's own noise. NaN never does."""
     found = _differences(scores, others)
-    allowed = [max(bound, _OF_ITS_ROUNDING * one) for bound, one in zip(tolerance, noise, strict=True)]
-    return all(one <= bound for one, bound in zip(found, allowed, strict=True))
+    return all(value <= bound for value, bound in zip(found, _widen(tolerance, noise), strict=True))
 
 
 def _differences(scores: Sequence[Tensor], others: Sequence[Tensor]) -> Differences:

@@ -22,6 +22,8 @@ from tinker_server.backends.trainer.step.validation import loss_config
 
 MAX_SUMMED_RANK = 256
 """Summed ranks of a microbatch's models: above, they cost more than another microbatch (on an H200)."""
+SHARING_OFF = "sharing_off:max"
+"""A metric of value 1: during the request the trainer found that sharing gives other numbers, and ended it."""
 _MOST_TARGETS = 4096
 """Targets of a batch's datums side by side, above which soft targets are not shared: a token of a prefix has all that
 are different, which would take gigabytes."""
@@ -80,7 +82,7 @@ class BatchRequest:
         """True if no other request may share its microbatches: with several targets per token, all tokens of the
         microbatch would be computed for as many."""
         self.share = Share()
-        self._note = batch.note
+        self._notes = [batch.note] if batch.note else []
         self._plan = plan
         """What is left of it: steps without a datum are removed."""
 
@@ -125,6 +127,15 @@ class BatchRequest:
         plan = [[[index for index in part if index not in done] for part in step] for step in self._plan]
         self._plan = [step for step in plan if any(step)]
 
+    def compute_whole(self, side_by_side: int, max_tokens: int) -> None:
+        """Share nothing of what is left, and plan it anew, as `plan_batch` does: sharing gives other numbers."""
+        if self._prefixes is None:
+            return
+        self._prefixes, left = None, self.left
+        self._notes.append(SHARING_OFF)
+        plan = plan_steps([self.lengths[index] for index in left], side_by_side, max_tokens) if left else []
+        self._plan = [[sorted(left[place] for place in part) for part in step] for step in plan]
+
     def require_finite(self, indices: Sequence[int]) -> None:
         """Raise InvalidInput if a log probability that this rank has of these datums is not finite."""
         for index in indices:
@@ -142,7 +153,7 @@ class BatchRequest:
             metrics=metrics((values for share in shares for values in share.observed), self.loss)
             | self._count_replayed(shares)
             | self._count_shared(shares)
-            | ({self._note: 1.0} if self._note else {}),
+            | dict.fromkeys(self._notes, 1.0),
         )
 
     def _count_replayed(self, shares: Sequence[Share]) -> dict[str, float]:

@@ -1,0 +1,151 @@
+"""The first microbatches in which datums share beginnings are computed whole too: what differs is not used."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.factories import VOCAB, batch, image, make_renderer, prompt, succeeded, text
+from tests.trainers import LORA, gradients, together, trained, trainer
+from tests.tries import datums_of
+from tinker_server.api_schemas.inputs import Datum, ModelInput
+from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
+from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.protocol import EncodedBatch
+from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.packing import Microbatch
+from tinker_server.backends.trainer.rank import TrainerRank
+
+MODELS = {"m": LORA, "other": Trainable(rank=4, seed=2)}
+GROUP = (150, 40), (150, 41), (150, 42), (150,)
+DEEP = (150, 130, 9), (150, 130, 8), (150, 7), (60,)
+Found = tuple[list[ForwardBackwardOutput], dict[str, dict[str, torch.Tensor]]]
+
+
+def encode(inputs: Sequence[ModelInput], renderer: Renderer) -> EncodedBatch:
+    random, data = np.random.default_rng(0), []
+    for model_input in inputs:
+        length = renderer.layout(model_input, "datum").num_tokens
+        given = {
+            "target_tokens": random.integers(0, VOCAB, length),
+            "advantages": random.normal(size=length).astype(np.float32),
+            "logprobs": np.full(length, -5.5, np.float32),
+        }
+        data.append(Datum(model_input=model_input, loss_fn_inputs=given))
+    return batch(data, "ppo")
+
+
+def texts(*parts: tuple[int, ...]) -> list[ModelInput]:
+    return [prompt(text(*tokens)) for tokens in datums_of(*parts)]
+
+
+def rank_of(source: Path, max_tokens: int = 4096) -> TrainerRank:
+    return trained(trainer(source, max_tokens, max_context_length=4096), MODELS)
+
+
+def compute(rank: TrainerRank, of: EncodedBatch, backward: bool = True) -> Found:
+    """By both models, in common microbatches."""
+    outputs = [succeeded(output) for output in together(rank, [(name, of) for name in MODELS], backward)]
+    found = {name: gradients(rank, name) for name in MODELS} if backward else {}
+    for model in rank.models.values():
+        model.clear_gradient()
+    return outputs, found
+
+
+def assert_equal(found: Found, wanted: Found) -> None:
+    for output, other in zip(found[0], wanted[0], strict=True):
+        for own, of_other in zip(output.loss_fn_outputs, other.loss_fn_outputs, strict=True):
+            np.testing.assert_array_equal(own["logprobs"], of_other["logprobs"])
+    for name, tensors in wanted[1].items():
+        assert all(torch.equal(found[1][name][key], tensor) for key, tensor in tensors.items())
+
+
+def break_values(patch: pytest.MonkeyPatch) -> None:
+    """Let tokens see their own segment alone."""
+    patch.setattr(attention, "prefixes_of", lambda *_: [])
+
+
+def break_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Double the gradient of what is gathered for datums that share tokens, and of nothing else."""
+    own = Microbatch.of_samples
+
+    def double(batch: Microbatch, values_TK: torch.Tensor) -> torch.Tensor:
+        values = own(batch, values_TK)
+        return values if batch.places_NK is None else values + values - values.detach()
+
+    patch.setattr(Microbatch, "of_samples", double)
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 300])
+@pytest.mark.parametrize("broken", [break_values, break_gradients])
+def test_where_sharing_gives_other_numbers_datums_get_those_that_they_have_whole(
+    broken, max_tokens: int, tiny_text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, of = rank_of(tiny_text, max_tokens), encode(texts(*GROUP, *DEEP), make_renderer(tiny_text))
+    broken(monkeypatch)
+    found = compute(rank, of)
+    assert "datums that begin alike are computed whole from now on (" in caplog.text
+    assert ("log probabilities of what follows beginnings differ by" in caplog.text) == (broken is break_values)
+    assert ("gradients differ by 1 of their norm" in caplog.text) == (broken is break_gradients)
+    for output in found[0]:
+        assert output.metrics["sharing_off:max"] == 1 and "shared_tokens:sum" not in output.metrics
+    later = compute(rank, of)
+    assert_equal(found, later)
+    fresh = rank_of(tiny_text, max_tokens)
+    fresh.base.whole_below = None
+    assert_equal(found, compute(fresh, of))
+    assert all("sharing_off:max" not in output.metrics for output in later[0])
+    assert caplog.text.count("from now on") == 1
+
+
+def test_log_probabilities_alone_are_compared_too(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, of = rank_of(tiny_text), encode(texts(*GROUP), make_renderer(tiny_text))
+    break_values(monkeypatch)
+    found = compute(rank, of, backward=False)
+    assert "computed whole from now on (a level, text): log probabilities" in caplog.text
+    fresh = rank_of(tiny_text)
+    fresh.base.whole_below = None
+    assert_equal(found, compute(fresh, of, backward=False))
+
+
+def test_the_microbatch_that_is_compared_has_the_bits_of_those_that_are_not(tiny_text: Path) -> None:
+    rank, of = rank_of(tiny_text), encode(texts(*GROUP, *DEEP), make_renderer(tiny_text))
+    sizes: list[int] = []
+    rank.base.scorer.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0].targets_TK)))
+    first, num_first = compute(rank, of), len(sizes)
+    second = compute(rank, of)
+    assert_equal(first, second)
+    assert num_first > 2 and len(sizes) == num_first + 1, "both models' datums are in a microbatch"
+    assert max(sizes) == sizes[0], "what is computed whole takes no more memory"
+    assert first[0][0].metrics["shared_tokens:sum"] == second[0][0].metrics["shared_tokens:sum"] > 0
+
+
+def test_each_kind_is_compared_once(tiny_vl: Path) -> None:
+    rank, renderer = rank_of(tiny_vl), make_renderer(tiny_vl)
+    begin = [text(*range(30)), image(256, 320, 1), text(*range(120))]
+    kinds = {
+        "a level": texts(*GROUP),
+        "several levels": texts(*DEEP),
+        "an image": [prompt(*begin, text(*range(number, number + 9))) for number in range(3)],
+    }
+    sizes: list[int] = []
+    rank.base.scorer.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0].targets_TK)))
+    for backward in (True, False):
+        for of in (encode(inputs, renderer) for inputs in kinds.values()):
+            before = len(sizes)
+            compute(rank, of, backward)
+            once = len(sizes)
+            compute(rank, of, backward)
+            assert once - before > 1 and len(sizes) - once == 1
+
+
+def test_the_numbers_of_a_model_that_has_diverged_are_no_reason_to_end_sharing(tiny_text: Path) -> None:
+    rank, of = rank_of(tiny_text), encode(texts(*GROUP), make_renderer(tiny_text))
+    for stack in rank.models["m"].stacks:
+        stack.a_LrI.data.fill_(torch.nan)
+    failed, _ = together(rank, [("m", of), ("other", of)])
+    assert "have diverged" in str(failed) and rank.base.whole_below == 0
