@@ -5,7 +5,7 @@ training operations by seq_id. Operations of several models may be given at once
 and their models. Directories are given by paths that are the same to server, trainer and sampler.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,8 +78,24 @@ class BaseModelInfo:
     expert_slots: Layout = "own"
     """Form of the engine's slots: `service` if they have the factors that a layer's experts share once. Adapters of
     experts with factors of their own have no place there; `own` takes both."""
+    latent_cache: bool = False
+    """True if engines keep latents in place of whole keys and values. Adapters of linears out of latents, which the
+    attention of `own` has, have no place there."""
     numerics: Mapping[str, str] = field(default_factory=dict)
     """Settings and versions of libraries on which the numbers of training depend."""
+
+
+@dataclass(frozen=True)
+class OwnLayout:
+    """Names of base models with runs or weights of the layout `own` in a data directory."""
+
+    experts: Set[str]
+    """Those whose experts they train."""
+    attention: Set[str]
+    """Those whose attention they train."""
+
+
+NO_RUNS = OwnLayout(frozenset(), frozenset())
 
 
 @dataclass(frozen=True)
@@ -187,8 +203,9 @@ class LoadedModel:
     model_id: str
     owner: str
     size_bytes: int
-    """Device memory of each rank that it takes while it trains: weights, gradient, moments. Loaded weights may have
-    another layout than the model had."""
+    """Device memory of each rank that it takes while it trains: weights, gradient, moments."""
+    layout: Layout
+    """Loaded weights may have another layout than the model had."""
     latest_work: int = 0
     """A number that changes whenever the trainer begins to work for it."""
     worked_s: float = 0.0

@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import contextlib
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,9 +42,10 @@ _ONE_AT_A_TIME = threading.Lock()
 async def fork_sampler(spec: ModelSpec) -> list[Child]:
     """Start an engine's process as `launcher.launch_sampler` does, but with all imports done, and without a guard."""
     ours, theirs = socket.socketpair()
-    folder = launcher._for_engine(spec)[launcher._VLLM_SOCKETS]
+    env = {name: value for name, value in launcher._for_engine(spec).items() if name.startswith("VLLM_")}
+    folder = env[launcher._VLLM_SOCKETS]
     with theirs:
-        pid = await asyncio.to_thread(_forked, folder, theirs)
+        pid = await asyncio.to_thread(_forked, env, theirs)
     reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
 
     async def end(grace_s: float) -> None:
@@ -58,11 +61,11 @@ async def fork_sampler(spec: ModelSpec) -> list[Child]:
     return [Child(launcher.sampler_name(spec), Process(pid, end), reader, writer)]
 
 
-def _forked(folder: str, connection: socket.socket) -> int:
-    """Return the number of a new process at the other end of a connection, which has vLLM's sockets in a folder."""
+def _forked(env: Mapping[str, str], connection: socket.socket) -> int:
+    """Return the number of a new process at the other end of a connection, with these variables of vLLM's."""
     with _ONE_AT_A_TIME:
         forker = _forker()
-        socket.send_fds(forker, [folder.encode()], [connection.fileno()])
+        socket.send_fds(forker, [json.dumps(env).encode()], [connection.fileno()])
         answer = forker.recv(MESSAGE_BYTES)
     assert answer, "the process that forks engines has ended"
     return int(answer)
@@ -91,23 +94,23 @@ def _fork_on_request(requests: socket.socket) -> None:
     """Fork an engine's process for each request, until the connection ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended are gone at once
     while True:
-        folder, fds, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
-        if not folder:
+        env, fds, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
+        if not env:
             return
         if (pid := os.fork()) == 0:
             requests.close()
-            _serve(fds[0], folder.decode())
+            _serve(fds[0], json.loads(env))
         os.close(fds[0])
         requests.sendall(str(pid).encode())
 
 
-def _serve(connection: int, folder: str) -> None:
+def _serve(connection: int, env: Mapping[str, str]) -> None:
     """Be an engine's process, whose engine is a fork in its turn."""
     from tinker_server.backends.sampler.engine import process
 
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.environ[launcher._VLLM_SOCKETS] = folder
+    os.environ.update(env)
     for name in STARTS:
         importlib.import_module(name).get_mp_context = lambda: get_context("fork")  # type: ignore[attr-defined]
     sys.argv[1:] = [str(connection)]

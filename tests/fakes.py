@@ -84,7 +84,7 @@ class FakeTrainer:
                 raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
             self.steps[model_id] = 0
             self.gradients[model_id] = []
-            model = self.models[model_id] = LoadedModel(model_id, owner, SIZE_BYTES, self.begun[model_id])
+            model = self.models[model_id] = LoadedModel(model_id, owner, SIZE_BYTES, lora.layout, self.begun[model_id])
             self.calls.append(("create_model", model_id))
         if snapshot is not None:
             await self.load_state(model, snapshot, with_optimizer=True)

@@ -171,7 +171,7 @@ def _image_lines() -> Iterator[str]:
         mib = [f"{one * 1000 / (1 << 20):.1f}" for one in (token.pixels, token.features)]
         mib += [f"{one * 1000 / (1 << 20):,.0f}" for one in (token.forward, token.backward)]
         mib += [f"{recomputed / (1 << 20):,.0f} to {saved / (1 << 20):,.0f}"]
-        mib += [f"{size.kv_token_bytes * 1000 / (1 << 20):.0f}"]
+        mib += [f"{size.token_bytes() * 1000 / (1 << 20):.0f}"]
         yield f"| {kind} | {_short(name)} | {' | '.join(mib)} |"
 
 

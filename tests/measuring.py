@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from torch import Tensor
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tinker_server.backends.sampler.engine.vllm_patches.worker import Worker
@@ -19,7 +20,10 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 class Measures(Worker):
     def measured_bytes(self) -> dict[str, int]:
-        """Of this rank: weights, adapter slots, keys and values of a token, and a sequence's state."""
+        """Of this rank: weights, matrices made of them by which queries read latents, adapter slots, keys and values
+        of a token, and a sequence's state."""
+        model = self.model_runner.get_model()
+        of_latents = [module for module in model.modules() if isinstance(module, MLAAttention)]
         specs = self.get_kv_cache_spec().values()
         stacked = [
             getattr(module, name)
@@ -31,6 +35,7 @@ class Measures(Worker):
         states = [spec for spec in specs if isinstance(spec, MambaSpec)]
         return {
             "base": self._loaded_bytes(),
+            "matrices of latents": sum(module.W_UV.nbytes + module.W_UK_T.nbytes for module in of_latents),
             "slots": held_bytes(slots),
             "token": sum(spec.page_size_bytes // spec.block_size for spec in specs if spec not in states),
             "state": sum(replaced_padding(spec) for spec in states),

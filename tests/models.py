@@ -469,6 +469,10 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0, **sizes: object) -> Pat
     return directory
 
 
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+"""Sizes of a DeepSeek-V3 of which vLLM's kernels take latents."""
+
+
 def make_tiny_deepseek_v3(directory: Path, *, seed: int = 0, **sizes: object) -> Path:
     """A DeepSeek-V3: a layer without experts, then one with four groups of them. Values are narrower than keys, what
     corrects the router's scores is as large as these, and an epsilon is as large as what its norms take."""

@@ -202,12 +202,10 @@ NOTES = """
   would write them in another format than the model's template, and would download this format.
 - **DeepSeek-V3** has latent attention (MLA), and a sigmoid router with groups. The linears of the attention, with
   `service` not those out of its latents, and the shared experts are trained; the latents' norms, the routers and what
-  corrects their scores are frozen. The engine
-  computes whole keys and values, as the trainer does. vLLM's own form multiplies `kv_b_proj` into other matrices at
-  load, and its adapters are left out. With it, on a CPU in bfloat16, the load check found a tiny model's adapters of
-  `kv_b_proj` alone 0.59 nats from the trainer and refused them; the base itself was 0.17 off. With whole keys and
-  values the mean differences are at most 0.02. The price is KV cache: 2 x heads x 192 numbers for a token and layer,
-  where latents take 576. This is 0.3 MiB for a token of Moonlight's shape in bfloat16, and 5.7 MiB of DeepSeek-V3's.
+  corrects their scores are frozen. The engine computes whole keys and values, as the trainer does, in the mean at most
+  0.02 nats from it. It can also keep latents (vLLM's MLA), [which is off](decisions.md#parts).
+  Whole keys and values take 2 x heads x 192 numbers of the KV cache for a token and layer, latents 576: in bfloat16
+  0.3 MiB and 30 KiB for a token of Moonlight's shape, 5.7 MiB and 69 KiB of DeepSeek-V3's.
   Moonlight and Kimi K2 have this architecture, but a `model_type` that transformers does not know (`kimi_k2`) is
   refused, and so is a tokenizer with code of its own. DeepSeek-V2, V3.2 and Kimi Linear are refused. A config that the
   engine would compute otherwise is refused by the field's name. No published file has been loaded.

@@ -276,7 +276,7 @@ def _as_a_rank(command: Any) -> object:
         case rank_commands.Start():
             return LoadCheck([1, 2], [-1.0])
         case rank_commands.CreateModel():
-            return 1 << 20
+            return rank_commands.Made(1 << 20, "own")
         case rank_commands.ComputeMicrobatch(_, order):
             output = ForwardBackwardOutput(loss_fn_outputs=[{"logprobs": np.zeros(1, np.float32)}], metrics={})
             return rank_commands.ComputedMicrobatch([(number, output) for number in order], order)

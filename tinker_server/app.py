@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -14,7 +14,7 @@ from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
 from tinker_server.auth.tokens import Tokens
 from tinker_server.backends.configure.torchvision_check import require_torchvision
-from tinker_server.backends.protocol import Backend, Loading, OnLoading, ignore_loading
+from tinker_server.backends.protocol import Backend, Loading, OnLoading, OwnLayout, ignore_loading
 from tinker_server.chat.answering import Chats
 from tinker_server.dashboard import pages
 from tinker_server.errors import Superseded
@@ -168,9 +168,9 @@ async def serving(
             await stack.enter_async_context(db.sole_use())
             await db.migrate()
         if backend is None:
-            own_experts = await RunStore(db).bases_with_own_experts()
+            own = await RunStore(db).bases_of_own_layout()
             with report(on_loading, "imports PyTorch"):
-                backend = await asyncio.to_thread(_make_backend, settings, on_loading, own_experts)
+                backend = await asyncio.to_thread(_make_backend, settings, on_loading, own)
         stack.push_async_callback(backend.stop)
         await backend.start()
         services = build_services(settings, db, backend, tracing, clock or SteadyClock())
@@ -193,11 +193,11 @@ def report(on_loading: OnLoading, doing: str) -> Iterator[None]:
         on_loading("server", None)
 
 
-def _make_backend(settings: Settings, on_loading: OnLoading, own_experts: Set[str]) -> Backend:
+def _make_backend(settings: Settings, on_loading: OnLoading, own: OwnLayout) -> Backend:
     require_torchvision()
     from tinker_server.backends.configure.create import LocalBackend  # takes seconds, for it imports torch
 
-    return LocalBackend(settings.resolve_backend(), on_loading, own_experts)
+    return LocalBackend(settings.resolve_backend(), on_loading, own)
 
 
 def build_services(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,10 +22,12 @@ from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.processes.launcher import launch_sampler, launch_trainer, local_address
 from tinker_server.backends.protocol import (
+    NO_RUNS,
     EngineUse,
     GpuState,
     NodeState,
     OnLoading,
+    OwnLayout,
     ProcessState,
     PromptSize,
     ignore_loading,
@@ -102,11 +104,9 @@ def make_models(found: Mapping[str, FoundModel], *, may_grow: bool = False) -> d
 class LocalBackend:
     """`protocol.Backend` on this machine."""
 
-    def __init__(
-        self, config: BackendConfig, on_loading: OnLoading = ignore_loading, own_experts: Set[str] = frozenset()
-    ) -> None:
-        """`on_loading` is called whenever a process gets ready; `own_experts` as `describe_models`."""
-        self._config, self._own_experts = config, own_experts
+    def __init__(self, config: BackendConfig, on_loading: OnLoading = ignore_loading, own: OwnLayout = NO_RUNS) -> None:
+        """`on_loading` is called whenever a process gets ready; `own` as `describe_models`."""
+        self._config, self._own = config, own
         self._on_loading = on_loading
         self._models: dict[str, LocalModel] = {}
         self._cluster: Cluster | None = None
@@ -121,9 +121,7 @@ class LocalBackend:
         if self._config.cluster:
             require_possible(self._config)
         self._models = await asyncio.to_thread(
-            lambda: make_models(
-                describe_models(self._config, own_experts=self._own_experts), may_grow=self._config.cluster
-            )
+            lambda: make_models(describe_models(self._config, own=self._own), may_grow=self._config.cluster)
         )
         try:
             await start_models(self._distinct_models(), self._on_loading)

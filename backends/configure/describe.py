@@ -1,7 +1,7 @@
 """Find the configured base models, check that they can be served here, and make their specs. Loads no weights."""
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +33,7 @@ from tinker_server.backends.formats.model_files import (
 )
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Device, Mesh, ModelSpec
-from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.protocol import NO_RUNS, BackendFailed, OwnLayout
 
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
@@ -55,12 +55,12 @@ class FoundModel:
 
 
 def describe_models(
-    config: BackendConfig, machine: Machine | None = None, own_experts: Set[str] = frozenset()
+    config: BackendConfig, machine: Machine | None = None, own: OwnLayout = NO_RUNS
 ) -> dict[str, FoundModel]:
     """Find every model and its place on the machine (absent: this one); loads no weights. Raises BackendFailed.
 
-    Names that share a directory share all but name and source. `own_experts`: names of models with runs or weights
-    whose experts have factors of their own, for which engines need slots.
+    Names that share a directory share all but name and source. `own`: models with runs or weights of the layout `own`,
+    for which engines need slots.
     """
     if not config.models:
         raise BackendFailed("no base model is configured: give at least one --model NAME=DIRECTORY_OR_HUB_ID")
@@ -70,11 +70,7 @@ def describe_models(
     for name, directory in directories.items():
         if directory not in found:
             found[directory] = find(name, directory, config, machine, number=len(found))
-        model = found[directory]
-        if name in own_experts and model.spec.expert_slots != "own":
-            log.info("%s: slots have factors of each expert, as runs or weights have in the data directory", name)
-            spec, size = replace(model.spec, expert_slots="own"), replace(model.size, expert_slots="own")
-            found[directory] = replace(model, spec=spec, size=size)
+        found[directory] = with_slots_for(found[directory], name, own)
     if config.replay_routing and all(model.spec.routing_dir is None for model in found.values()):
         raise BackendFailed(
             "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"
@@ -89,6 +85,18 @@ def describe_models(
         name: replace(model := found[directory], spec=replace(model.spec, name=name, source=config.models[name]))
         for name, directory in directories.items()
     }
+
+
+def with_slots_for(model: FoundModel, name: str, own: OwnLayout) -> FoundModel:
+    """Return a model whose engines take the runs and weights of `name`, too."""
+    spec, size = model.spec, model.size
+    if name in own.experts and spec.expert_slots != "own":
+        log.info("%s: slots have factors of each expert, as runs or weights have in the data directory", name)
+        spec, size = replace(spec, expert_slots="own"), replace(size, expert_slots="own")
+    if name in own.attention and spec.latent_cache:
+        log.info("%s: whole keys and values are kept, since runs or weights in the data directory adapt them", name)
+        spec, size = replace(spec, latent_cache=False), replace(size, latent_cache=False)
+    return replace(model, spec=spec, size=size)
 
 
 def chosen_device(config: BackendConfig, machine: Machine) -> Device:
@@ -165,6 +173,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         trains_vision=config.train_vision and renderer.takes_images,
         lora_layout=config.lora_layout if numbers.has_layouts else "own",
         expert_slots=size.expert_slots,
+        latent_cache=size.latent_cache,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[device],
         # On a CPU a full microbatch is no faster than two, and a model's numbers then do not depend on others' at all.
         shares_microbatches=device == "cuda",
@@ -201,6 +210,7 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
         can_be_captured=not renderer.family.has_state_space,
         lora_layout=config.lora_layout,
         expert_slots=config.lora_layout if numbers.num_experts else "own",
+        latent_cache=config.lora_layout == "service" and support.can_keep_latents,
         can_be_shared=support.can_be_shared,
         tensor_parallels=support.tensor_parallels,
         context_parallels=support.context_parallels,

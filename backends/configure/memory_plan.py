@@ -34,6 +34,8 @@ PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
 _SMALLEST_GRAPH_TOKENS = 256
+_SEEN_LATENTS = 1 << 16
+"""The most tokens whose keys and values vLLM makes of latents at once."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     GPU."""
     divided_bytes = size.rank_numbers(tensor_parallel) * size.number_bytes - size.packed_savings // tensor_parallel
     parts = {"base": size.base_bytes if tensor_parallel == 1 else divided_bytes}
+    parts["matrices of latents"] = size.latent_matrix_bytes(tensor_parallel)
     parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
     cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, tensor_parallel, device)
     parts["KV cache"] = -(-cache // tensor_parallel)
@@ -228,6 +231,9 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     step_tokens = max(demand.engine_tokens, demand.max_sequences)
     token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
+    if size.latent_cache:  # whole keys and values of the latents that a prompt's later tokens see
+        seen = min(8 * demand.context, _SEEN_LATENTS)
+        parts["step"] += seen * size.kv_token_bytes // size.num_layers // tensor_parallel
     parts["step"] += 2 * size.unpacking_bytes  # gate and up are joined there
     if size.image_token is not None:
         parts["images"] = size.image_token.forward * step_tokens

@@ -9,10 +9,12 @@ from transformers import PretrainedConfig
 
 from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.families.coverage import ImageToken, LoraMatrices, Numbers, image_token
+from tinker_server.backends.families.lora_names import OUT_OF_LATENTS
 from tinker_server.backends.formats.model_files import (
     BYTES_PER_NUMBER,
     head_width,
     kv_bytes_per_token,
+    latent_bytes_per_token,
     linear_attention,
     state_bytes_per_sequence,
 )
@@ -33,6 +35,8 @@ _SLICES = {"in_proj_qkv": 3, "in_proj": 5}
 REPEATED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Linears that each rank of an engine has whole."""
 OF_KEYS = ("k_proj", "v_proj")
+_ABSORBED = "kv_b_proj"
+"""Linear of which an engine that keeps latents has two more forms, of the same size together."""
 _EXPERTS = "experts"
 _HEAD = "lm_head"
 """The engine's head has adapters for the whole vocabulary on every rank."""
@@ -52,6 +56,7 @@ class ModelSize:
     layer_token_bytes: float
     """Bytes that a decoder layer saves of a token for its backward, by estimate."""
     kv_token_bytes: int
+    """Bytes of a token's whole keys and values in all layers."""
     key_heads: int = 8
     """Heads of keys. If an engine has more ranks, some of these hold the same head."""
     state_bytes: int = 0
@@ -66,6 +71,10 @@ class ModelSize:
     """Layout of the models for which memory is planned."""
     expert_slots: Layout = "own"
     """Form of the engine's slots for experts."""
+    latent_token_bytes: int = 0
+    """Bytes of a token's latents in all layers; 0 if it has none."""
+    latent_cache: bool = False
+    """True if engines keep latents in place of whole keys and values."""
     packed_numbers: int = 0
     """Numbers of the base that stay in fp8."""
     packed_bytes: int = 0
@@ -125,6 +134,8 @@ class ModelSize:
         """Return the bytes of an adapter slot in each of so many ranks of an engine."""
         total = 0
         for matrix in self.numbers.matrices:
+            if self.latent_cache and matrix.name in OUT_OF_LATENTS:
+                continue
             inputs, outputs = _SLICES.get(matrix.name, 1) * matrix.inputs, matrix.outputs
             pieces = self._pieces(matrix, tensor_parallel)
             if matrix.name in ROW_PARALLEL or (matrix.name == _EXPERTS and outputs == self.hidden):
@@ -174,10 +185,26 @@ class ModelSize:
         return max(_LEAST_KV_CACHE[device], contexts * (self.context_bytes(context, tensor_parallel) + more_states))
 
     def context_bytes(self, context: int, tensor_parallel: int) -> int:
-        """Return the bytes of a sequence of so many tokens in the KV cache of an engine, in all its ranks together:
-        each rank has a head of keys at least."""
-        token_bytes = self.kv_token_bytes * max(self.key_heads, tensor_parallel) // self.key_heads
-        return context * token_bytes + self.state_bytes
+        """Return the bytes of a sequence of so many tokens in the KV cache of an engine, in all its ranks together."""
+        return context * self.token_bytes(tensor_parallel) + self.state_bytes
+
+    def token_bytes(self, tensor_parallel: int = 1) -> int:
+        """Return the bytes of a token in the KV cache of an engine, in all its ranks together: each rank has a head of
+        keys at least, or all latents."""
+        if self.latent_cache:
+            return self.latent_token_bytes * tensor_parallel
+        return self.kv_token_bytes * max(self.key_heads, tensor_parallel) // self.key_heads
+
+    def latent_matrix_bytes(self, tensor_parallel: int) -> int:
+        """Return the bytes in each rank of an engine of the matrices by which queries read latents."""
+        if not self.latent_cache:
+            return 0
+        numbers = sum(
+            matrix.count * matrix.outputs * matrix.inputs
+            for matrix in self.numbers.matrices
+            if matrix.name == _ABSORBED
+        )
+        return -(-numbers // tensor_parallel) * self.number_bytes
 
 
 def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dtype) -> ModelSize:
@@ -193,6 +220,7 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
         layer_token_bytes=_layer_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         kv_token_bytes=kv_bytes_per_token(text_config, dtype),
         key_heads=text_config.num_key_value_heads,
+        latent_token_bytes=latent_bytes_per_token(text_config, dtype),
         state_bytes=state_bytes_per_sequence(text_config, dtype),
         image_token=image_token(config, BYTES_PER_NUMBER[dtype]),
         exchanged_token_bytes=_token_exchange_bytes(text_config, BYTES_PER_NUMBER[dtype]),

@@ -14,6 +14,11 @@ from tinker_server.backends.protocol import BackendFailed
 
 MOST_RANKS = 64
 """Ranks of an engine, and of a trainer that compute a microbatch together, up to which all numbers are tried."""
+LATENT_CACHES: frozenset[Device] = frozenset()
+"""Devices on which engines keep latents by default. On CUDA it has not been seen. On a CPU vLLM then neither cuts
+prompts nor finds their beginnings in its cache."""
+_LATENTS = (512, 64)
+"""Numbers of a latent, and of the rotated part of keys, that all of vLLM's kernels take."""
 _DIVIDED = {
     "num_attention_heads": "heads",
     "intermediate_size": "inner numbers of an MLP",
@@ -94,6 +99,13 @@ class Support:
         is_asked = self.config.base_copies == 1
         was_seen = self.dtype == "bfloat16" and not self.config.cluster
         return self._reason_unshared() is None and (is_asked or was_seen)
+
+    @property
+    def can_keep_latents(self) -> bool:
+        """True if engines can keep latents in place of whole keys and values, and do so by default."""
+        text_config = self.renderer.config.get_text_config()
+        shape = tuple(getattr(text_config, field, None) for field in ("kv_lora_rank", "qk_rope_head_dim"))
+        return self.renderer.family.has_latent_attention and shape == _LATENTS and self.device in LATENT_CACHES
 
     def _reason_unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share a copy of the base, or None."""

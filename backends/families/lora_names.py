@@ -20,7 +20,7 @@ LINEAR_ATTENTION = tuple(
     + ["linear_attn.out_proj", "mixer.in_proj", "mixer.out_proj"]
 )
 """Qwen3-Next has two input projections, Qwen3.5 four, and Mamba2 a single projection."""
-ENGINE_MODULES = (
+_ENGINE_MODULES = (
     *ATTENTION,
     *deepseek_v3.LATENT_ATTENTION,
     *MLP,
@@ -32,6 +32,8 @@ EXPERT_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 UNGATED_STACKS = {"up_proj": "w1", "down_proj": "w2"}
 """The same of experts without a gate."""
 
+OUT_OF_LATENTS = deepseek_v3.OUT_OF_LATENTS
+"""Linears that have no adapters in an engine that keeps latents."""
 _IN_FILES = {
     "MixtralForCausalLM": {
         ".mlp.experts.": ".block_sparse_moe.experts.",
@@ -43,6 +45,11 @@ _IN_FILES = {
 }
 """Names of experts that transformers has changed. PEFT and the engine have not: they use those of the model's files; of
 gpt-oss, in whose files an expert has no tensors of its own, the engine's."""
+
+
+def engine_modules(*, latent_cache: bool) -> list[str]:
+    """Return the names of the modules that have adapters in the engine. `latent_cache`: the engine keeps latents."""
+    return [module for module in _ENGINE_MODULES if not (latent_cache and module in OUT_OF_LATENTS)]
 
 
 def name_in_files(model: PreTrainedModel, name: str) -> str:

@@ -206,6 +206,13 @@ def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
     return int(2 * num_layers * num_heads * head_width(text_config) * BYTES_PER_NUMBER[dtype])
 
 
+def latent_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
+    """Return the bytes of a token's latents and of the rotated part of its keys in all layers; 0 without latents."""
+    if (latent := getattr(text_config, "kv_lora_rank", None)) is None:
+        return 0
+    return int(text_config.num_hidden_layers * (latent + text_config.qk_rope_head_dim) * BYTES_PER_NUMBER[dtype])
+
+
 @dataclass(frozen=True)
 class LinearAttention:
     """The shape of a layer of linear attention."""

@@ -342,7 +342,7 @@ def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
-        "VLLM_MLA_DISABLE": "1",  # adapters of `kv_b_proj` would be left out (`families/deepseek_v3`)
+        "VLLM_MLA_DISABLE": str(int(not spec.latent_cache)),  # its own default leaves adapters of `kv_b_proj` out
         **_for_device(spec, gpus),
     }
     if spec.device == "cpu":

@@ -154,8 +154,8 @@ class TrainerClient:
         async with self._queue.grant(owner, model_id):
             await self._revive()
             self._release(model_id)
-            size_bytes = await to_the_end(self._call_or_end(commands.CreateModel(model_id, lora, snapshot)))
-            model = self._models[model_id] = LoadedModel(model_id, owner, size_bytes, next(self._numbers))
+            made = await to_the_end(self._call_or_end(commands.CreateModel(model_id, lora, snapshot)))
+            model = self._models[model_id] = LoadedModel(model_id, owner, *made, next(self._numbers))
             return model
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
@@ -258,7 +258,8 @@ class TrainerClient:
 
     async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
         """Implement the protocol."""
-        model.size_bytes = await self._run(model, commands.LoadState(model.model_id, directory, with_optimizer))
+        loading = commands.LoadState(model.model_id, directory, with_optimizer)
+        model.size_bytes, model.layout = await self._run(model, loading)
 
     async def _load(self, ranks: list[Child]) -> None:
         starts = [commands.Start(spec) for spec in self._replicas.specs()]

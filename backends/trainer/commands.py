@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tinker_server.api_schemas.training import (
     AdamParams,
     ForwardBackwardOutput,
+    Layout,
     OptimStepResponse,
     Trainable,
 )
@@ -22,9 +24,16 @@ class Start(Command[LoadCheck]):
     spec: ModelSpec
 
 
+class Made(NamedTuple):
+    """A model as `protocol.LoadedModel` describes it."""
+
+    size_bytes: int
+    layout: Layout
+
+
 @dataclass(frozen=True)
-class CreateModel(Command[int]):
-    """`protocol.Trainer.create_model`; the answer is `LoadedModel.size_bytes`."""
+class CreateModel(Command[Made]):
+    """`protocol.Trainer.create_model`."""
 
     model_id: str
     lora: Trainable
@@ -105,8 +114,8 @@ class Save(Command[None]):
 
 
 @dataclass(frozen=True)
-class LoadState(Command[int]):
-    """`protocol.Trainer.load_state`. Returns bytes as CreateModel does."""
+class LoadState(Command[Made]):
+    """`protocol.Trainer.load_state`. Returns what CreateModel does."""
 
     model_id: str
     directory: Path

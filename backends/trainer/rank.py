@@ -19,7 +19,7 @@ from tinker_server.backends.processes.heap import free_main_bytes
 from tinker_server.backends.processes.progress import Progress
 from tinker_server.backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server.backends.trainer.base_model import BaseModel
-from tinker_server.backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
+from tinker_server.backends.trainer.commands import ComputedMicrobatch, FinishedRequest, Made, NewRequest
 from tinker_server.backends.trainer.distributed import (
     World,
     agreed,
@@ -82,9 +82,9 @@ class TrainerRank:
 
     # ---- models
 
-    def create_model(self, model_id: str, lora: Trainable, snapshot: Path | None = None) -> int:
-        """Create a model, afresh or from its snapshot, and return the bytes of this rank's device that it takes while
-        it trains. If it raises, nothing of the model is left on any rank."""
+    def create_model(self, model_id: str, lora: Trainable, snapshot: Path | None = None) -> Made:
+        """Create a model, afresh or from its snapshot, and return its layout and the bytes of this rank's device that
+        it takes while it trains. If it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
         if snapshot is not None:
             lora = self.base.files.with_layout_in(lora, snapshot)  # of weights that were loaded into it
@@ -97,7 +97,7 @@ class TrainerRank:
             except BaseException:
                 self.delete_model(model_id)
                 raise
-        return model.training_bytes
+        return Made(model.training_bytes, model.config.layout)
 
     def _new_planned(self, lora: Trainable) -> LoraModel:
         """Create a model. Raises BackendFailed if it is of a layout that memory is not planned for, and could not be
@@ -357,7 +357,7 @@ class TrainerRank:
         load_check = self.base.score_load_check(model, model_id)
         self.base.files.save_sampler_weights(model, directory, load_check, for_elsewhere=for_elsewhere)
 
-    def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> int:
+    def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> Made:
         """Load a saved state, and return what `create_model` does. If it raises, the model is as it was.
 
         A state of another layout makes another model of it.
@@ -370,7 +370,7 @@ class TrainerRank:
             self.delete_model(model_id)
             self.models[model_id] = loaded
             self._note_use(loaded)
-        return loaded.training_bytes
+        return Made(loaded.training_bytes, loaded.config.layout)
 
     def snapshot(self, model_id: str, directory: Path) -> None:
         """Copy everything; a thread of rank 0 writes the copy, until `snapshot_written` is done."""

@@ -13,7 +13,7 @@ from tests.models import make_tiny_qwen3_5
 from tests.recovery import RealTrainer, create, finished, server, train
 from tests.submitting import Client
 from tinker_server.api_schemas.training import Layout, LoraConfig
-from tinker_server.api_schemas.weights import LoadWeightsRequest, SaveWeightsRequest
+from tinker_server.api_schemas.weights import LoadWeightsRequest, SaveWeightsRequest, TinkerPath
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -106,6 +106,11 @@ async def test_a_checkpoint_gives_a_model_its_layout_however_it_is_loaded(
         await done(client, await client.load_as(2, path, optimizer=True))
         await count_up(client, 2, range(1, 5))
         models = [f"{session_id}:train:{number}" for number in (1, 2)]
+        runs, checkpoints = client.services.runs, client.services.checkpoints
+        for model_id in models:
+            assert (await runs.get(model_id)).trainable.layout == layout
+        saved = await checkpoints.find(TinkerPath(models[1], "weights", "4"))
+        assert saved is not None and saved.trainable.layout == layout
         found = [await train(client, 5, model_id) for model_id in models]
         other.kill()  # the snapshot that took the place of the loading is of its layout
         for second, model_id in zip(found, models, strict=True):

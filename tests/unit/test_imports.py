@@ -154,7 +154,7 @@ def test_only_families_know_a_kind_of_model_by_name() -> None:
 
 
 NAMING_A_KIND = {
-    "deepseek_v3": ("deepseek", 6),
+    "deepseek_v3": ("deepseek", 5),
     "gemma": ("gemma", 12),
     "gpt_oss": ("gpt.?oss", 11),
     "internvl": ("internvl", 2),

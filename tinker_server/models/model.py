@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinker_server.backends.protocol import LoadedModel, ModelLost, ProcessDied, Trainer
@@ -23,13 +23,13 @@ from tinker_server.models.replay import LogReplay, Replayed, log_changed_numeric
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.futures.store import FutureStore
-from tinker_server.store.records import TrainingRun
+from tinker_server.store.records import Snapshot, TrainingRun
 from tinker_server.store.runs import RunStore
 
 log = logging.getLogger(__name__)
 LOGGED: tuple[str, ...] = ("forward_backward", "optim_step", "load_weights")
 """Operations that change a model, apart from making it."""
-UNLOADED = LoadedModel("", "", 0, is_lost=True)
+UNLOADED = LoadedModel("", "", 0, "own", is_lost=True)
 """The handle of a model that its trainer does not hold."""
 RETRY_S = 30.0
 """Pause after a snapshot that failed."""
@@ -166,7 +166,12 @@ class Model:
         assert self.run is not None and self._trainer is not None, "a model in memory has a run and a trainer"
         self._stores.storage.lease.require()
         self._worked_since_s = time.monotonic()
-        return self.run, self._trainer, self.handle
+        is_as_made = self.run.trainable.layout == self.handle.layout
+        return self.run if is_as_made else self._as_loaded(self.run), self._trainer, self.handle
+
+    def _as_loaded(self, run: TrainingRun) -> TrainingRun:
+        """Return the record of the run with the layout of the weights that were loaded into the model."""
+        return replace(run, trainable=run.trainable.model_copy(update={"layout": self.handle.layout}))
 
     async def create(self, run: TrainingRun, weights: Path | None, *, with_optimizer: bool) -> None:
         """Make the model, fresh or of saved weights. It is recorded once it is in memory, and is not in memory unless
@@ -178,6 +183,7 @@ class Model:
         try:
             if weights is not None:
                 await trainer.load_state(self.handle, weights, with_optimizer=with_optimizer)
+            run = self._as_loaded(run)
             await self._stores.runs.add(run)
         except BaseException:
             await trainer.delete_model(self.handle)
@@ -337,26 +343,27 @@ class Model:
             run = await self._find()
             directory = await self._stores.storage.reserve(self.id, "snapshots", "model")
             began = time.monotonic()
+            snapshot = Snapshot(directory, position, self._as_loaded(run).trainable)
             written = await self._trainer_of(run).snapshot(self.handle, self._stores.storage.path(directory))
             self._copying_s = min(self._copying_s, time.monotonic() - began)
             self._stores.snapshots.spend(self._copying_s / COPYING_PART)
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
             self._put_back(before, error)
             return
-        record = self._record(directory, position, before, written)
+        record = self._record(snapshot, before, written)
         self._writing = asyncio.create_task(record, name=f"snapshot of {self.id}")
 
-    async def _record(self, directory: str, position: int, before: Log, written: Awaitable[None]) -> bool:
+    async def _record(self, snapshot: Snapshot, before: Log, written: Awaitable[None]) -> bool:
         stores, began = self._stores, time.monotonic()
         try:
             await written
             stores.snapshots.spend((time.monotonic() - began) / WRITING_PART)
             await stores.futures.queue.flush()
-            if stores.futures.queue.has_unstored(self.id, position):
+            if stores.futures.queue.has_unstored(self.id, snapshot.position):
                 return False  # the server stops while the database takes nothing
             run = await self._find()
             numerics = dict(stores.bases.base(run.base_model).info.numerics)
-            await stores.runs.set_snapshot(self.id, directory, position, numerics)
+            await stores.runs.set_snapshot(self.id, snapshot, numerics)
             await self._find()
         except Exception as error:  # noqa: BLE001 - likewise
             self._put_back(before, error)

@@ -70,7 +70,7 @@ async def create_model(stores: WeightStores, model: Model, work: Work[CreateMode
         raise Unsupported("lora_config is missing: send one; models here are LoRA adapters")
     others = {"train_vision": _trains_vision(request, base), "layout": _layout(request, base)}
     trainable = _trainable(request.lora_config, others)
-    _require_slots(trainable, base)
+    _require_slots(trainable, base, "user_metadata.experts is 'own'", "leave it out, or make")
     run = _run(request, work.operation.owner, base, trainable, request.optimizer_config)
     work.base_model = run.base_model
     async with stores.holdings.model(run.owner, run.model_id):
@@ -92,6 +92,8 @@ async def load_weights(stores: WeightStores, model: Model, work: Work[LoadWeight
     if request.base_model not in (None, checkpoint.base_model):
         raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
     stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
+    base = stores.bases.base(checkpoint.base_model).info
+    _require_slots(checkpoint.trainable, base, f"{request.path} has the LoRA layout own", "load weights with")
     directory = stores.storage.path(loadable_directory(checkpoint, stores.storage))
     if request.model_id is not None:
         run, trainer, loaded = await model.ensure_loaded()
@@ -100,7 +102,6 @@ async def load_weights(stores: WeightStores, model: Model, work: Work[LoadWeight
         await trainer.load_state(loaded, directory, with_optimizer=request.optimizer)
     else:
         optimizer = request.optimizer_config or OptimizerConfig()
-        base = stores.bases.base(checkpoint.base_model).info
         run = _run(request, owner, base, checkpoint.trainable, optimizer)
         work.base_model = run.base_model
         async with stores.holdings.model(run.owner, run.model_id):
@@ -137,13 +138,21 @@ def _layout(request: CreateModelRequest, base: BaseModelInfo) -> Layout:
     raise Unsupported(f"user_metadata.experts is {said!r}: it must be {' or '.join(map(repr, get_args(Layout)))}")
 
 
-def _require_slots(trainable: Trainable, base: BaseModelInfo) -> None:
-    """Raise Unsupported for a model that no engine of this server could sample from."""
-    if trainable.layout == "own" and trainable.train_mlp and base.expert_slots == "service":
+def _require_slots(trainable: Trainable, base: BaseModelInfo, what: str, instead: str) -> None:
+    """Raise Unsupported for a model that no engine of this server could sample from. `what` of a request has the
+    layout `own`, and `instead` is what to do but for changes of what trains."""
+    if trainable.layout != "own":
+        return
+    both = "setting backend.lora_layout service; own takes both"
+    if trainable.train_mlp and base.expert_slots == "service":
         raise Unsupported(
-            f"user_metadata.experts is 'own', but this server's engines have slots for {base.name} in which the experts"
-            " of a layer share factors (setting backend.lora_layout service; own takes both); leave it out, or set"
-            " train_mlp to false"
+            f"{what}, but this server's engines have slots for {base.name} in which the experts of a layer share"
+            f" factors ({both}); {instead} train_mlp false"
+        )
+    if trainable.train_attn and base.latent_cache:
+        raise Unsupported(
+            f"{what}, but this server's engines keep latents of {base.name}, and its attention would have adapters of"
+            f" linears out of latents ({both}); {instead} train_attn false"
         )
 
 

@@ -119,6 +119,17 @@ class Checkpoint:
         )
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a model on disk."""
+
+    directory: str
+    position: int
+    """That of the model's log."""
+    trainable: Trainable
+    """What its weights are, of which those that were loaded may have another layout than the model was made with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A finished forward_backward or optim_step; see `tables.StepRow`."""

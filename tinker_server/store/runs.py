@@ -9,11 +9,12 @@ from sqlalchemy import JSON, Select, Table, func, or_, select, true, type_coerce
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.backends.lru import LRU
+from tinker_server.backends.protocol import OwnLayout
 from tinker_server.errors import BadRequest, ModelIdTaken, UnknownModel
 from tinker_server.store.database import Database, delete_where
 from tinker_server.store.directories import claim, release
 from tinker_server.store.futures import replay_log
-from tinker_server.store.records import Checkpoint, TrainingRun, columns, held_bytes, record
+from tinker_server.store.records import Checkpoint, Snapshot, TrainingRun, columns, held_bytes, record
 from tinker_server.store.tables import CheckpointRow, ClientMetricRow, SessionRow, StepRow, TrainingRunRow
 
 CACHED_BYTES = 32 << 20
@@ -38,17 +39,20 @@ class RunStore:
         self._ended: set[str] = set()
         """Runs in memory that had ended at the last call of `forget_ended`."""
 
-    async def bases_with_own_experts(self) -> frozenset[str]:
-        """Return the base models with a run that can go on, or saved weights, whose experts may have factors of their
-        own: of the layout `own`, which is that of records that name none."""
-        found: set[str] = set()
+    async def bases_of_own_layout(self) -> OwnLayout:
+        """Return the base models with a run that can go on, or saved weights, of the layout `own`, which is that of
+        records that name none."""
+        found: dict[str, set[str]] = {"train_mlp": set(), "train_attn": set()}
         async with self._db.read() as session:
             for row, is_there in ((TrainingRunRow, TrainingRunRow.status != "lost"), (CheckpointRow, true())):
                 trainable = type_coerce(row.trainable, JSON)
-                layout, train_mlp = trainable["layout"].as_string(), trainable["train_mlp"].as_boolean()
-                is_own = or_(layout.is_(None), layout == "own") & or_(train_mlp.is_(None), train_mlp)
-                found.update(await session.scalars(select(row.base_model).where(is_there, is_own).distinct()))
-        return frozenset(found)
+                layout = trainable["layout"].as_string()
+                is_own = or_(layout.is_(None), layout == "own")
+                for flag, names in found.items():
+                    trains = trainable[flag].as_boolean()
+                    query = select(row.base_model).where(is_there, is_own, or_(trains.is_(None), trains))
+                    names.update(await session.scalars(query.distinct()))
+        return OwnLayout(frozenset(found["train_mlp"]), frozenset(found["train_attn"]))
 
     async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
         """Store a run; for copied weights also their checkpoint, whose model is never in memory.
@@ -133,14 +137,15 @@ class RunStore:
 
         await self._set(model_id, end_log, status="lost", snapshot=None)
 
-    async def set_snapshot(self, model_id: str, snapshot: str, position: int, computed_with: dict[str, str]) -> None:
-        """Record a written snapshot of the model at a position of its log. The snapshot before is released."""
+    async def set_snapshot(self, model_id: str, snapshot: Snapshot, computed_with: dict[str, str]) -> None:
+        """Record a written snapshot of the model. The snapshot before is released."""
 
         async def truncate_log(session: AsyncSession) -> None:
-            await replay_log.truncate(session, model_id, position)
+            await replay_log.truncate(session, model_id, snapshot.position)
             await replay_log.clear_tries(session, model_id)
 
-        await self._set(model_id, truncate_log, snapshot=snapshot, computed_with=computed_with)
+        changes = {"snapshot": snapshot.directory, "trainable": snapshot.trainable, "computed_with": computed_with}
+        await self._set(model_id, truncate_log, **changes)
 
     async def mark_suspended(self, model_id: str) -> None:
         """Record that a model is on disk until its next operation."""

@@ -2,9 +2,9 @@
 the same architecture.
 
 Queries come from a token's latent, keys and values from another latent; all heads share the rotated part of their keys.
-The engine computes whole keys and values as the trainer does (`processes/launcher.py`). In vLLM's own form of this
-attention `kv_b_proj` is multiplied into other matrices at load, which would leave out its adapters without an error.
-`engine` sets the norms inside vLLM.
+The engine computes whole keys and values as the trainer does, or keeps latents (`configure/supported.py` says when): in
+that form of vLLM's attention `kv_b_proj` is multiplied into other matrices at load, which would leave out its adapters
+without an error, so that the engine has no place for them. `engine` sets the norms inside vLLM.
 """
 
 from collections.abc import Mapping

@@ -14,6 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tinker_server.api_schemas.divided_linears import from_header
+from tinker_server.backends.families.lora_names import OUT_OF_LATENTS
 from tinker_server.backends.formats.load_check import LoadCheck
 from tinker_server.backends.formats.stacked_adapters import AdapterFile, other_files
 from tinker_server.backends.inputs.rendering import Renderer
@@ -93,6 +94,11 @@ class AdapterLoader:
                 refusal = reason[reason.index(OWN_EXPERTS) :]
                 raise InvalidInput(f"the sampler cannot load these weights: {refusal}") from None
             raise BackendFailed(f"the sampler cannot load these weights: {reason}") from error
+        if any(name.endswith(OUT_OF_LATENTS) for name in ignored):
+            raise InvalidInput(
+                "the sampler cannot load these weights: they have adapters of linears out of latents (LoRA layout own),"
+                " and the engine keeps latents (setting backend.lora_layout service; own takes both)"
+            )
         if ignored:
             others = f" and {len(ignored) - _MAX_NAMES} others" if len(ignored) > _MAX_NAMES else ""
             raise BackendFailed(

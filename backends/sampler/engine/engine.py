@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from tinker_server.backends.families.coverage import fp8_matrices
 from tinker_server.backends.families.family import Vision
-from tinker_server.backends.families.lora_names import ENGINE_MODULES
+from tinker_server.backends.families.lora_names import engine_modules
 from tinker_server.backends.families.registry import find_family
 from tinker_server.backends.formats.base_files import find_needed_files, link_files
 from tinker_server.backends.inputs.rendering import Renderer
@@ -126,7 +126,7 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, object]
         "max_lora_rank": config.max_lora_rank,
         "max_loras": config.adapter_slots + 1,  # one for weights that are being published
         "max_cpu_loras": max(MAX_ADAPTERS, config.adapter_slots + 1),
-        "lora_target_modules": [*ENGINE_MODULES, *tower],
+        "lora_target_modules": [*engine_modules(latent_cache=config.latent_cache), *tower],
         # Images are then computed with the request's own adapter, and cached under its name too.
         "enable_tower_connector_lora": bool(tower),
         # Adapters of experts are matrix by matrix, whatever form the model's have.

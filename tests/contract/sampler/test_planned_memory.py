@@ -1,6 +1,7 @@
 """The engine's weights, slots and cache are as large as the memory plan counts them, to 5 %."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.models import (
+    LATENTS,
     make_tiny_deepseek_v3,
     make_tiny_nemotron_h,
     make_tiny_qwen3_5,
@@ -31,6 +33,9 @@ def embedded(_: Path) -> Path:
     return Path(DIRECTORIES[TINY_VL])
 
 
+keeping_latents = partial(make_tiny_deepseek_v3, **LATENTS)
+
+
 @pytest.mark.parametrize(
     ("make", "ranks", "train_vision"),
     [
@@ -45,10 +50,13 @@ def embedded(_: Path) -> Path:
         (partial(make_tiny_qwen3_5, moe=True, linear_num_key_heads=2, linear_num_value_heads=4), 2, False),
         (make_tiny_deepseek_v3, 2, False),
         (make_tiny_nemotron_h, 2, False),
+        (keeping_latents, 1, False),
+        (keeping_latents, 2, False),
     ],
     ids=[
         *("qwen3-vl", "mixture", "qwen3.5", "deepseek-v3", "text", "nemotron"),
         *("embedded on two", "mixture on two", "qwen3.5 on two", "deepseek-v3 on two", "nemotron on two"),
+        *("latents", "latents on two"),
     ],
 )
 async def test_an_engines_parts_are_as_large_as_planned(
@@ -66,12 +74,14 @@ async def test_an_engines_parts_are_as_large_as_planned(
         scratch_dir=tmp_path / "scratch",
     )
     found = describe_models(config, Machine(64 << 30))["a"]
+    spec, size = (replace(each, latent_cache=make is keeping_latents) for each in (found.spec, found.size))
+    found = replace(found, spec=spec, size=size)
     arguments = engine_args(found.spec, found.renderer.family.vision)
     arguments.worker_cls = "tests.measuring.Measures"
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as the launcher starts a sampler
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", str(int(make is not keeping_latents)))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     engine = AsyncLLM.from_engine_args(arguments)
     try:
@@ -84,7 +94,7 @@ async def test_an_engines_parts_are_as_large_as_planned(
     for of_rank in measured:
         print(of_rank, planned)
         assert of_rank["base"] == pytest.approx(planned["base"], rel=0.05)
+        assert of_rank["matrices of latents"] == planned["matrices of latents"]
         assert of_rank["slots"] == pytest.approx(planned["adapter slots"], rel=0.05)
-        heads = max(ranks, found.size.key_heads)
-        assert of_rank["token"] * ranks == found.size.kv_token_bytes * heads // found.size.key_heads
+        assert of_rank["token"] * ranks == found.size.token_bytes(ranks)
         assert of_rank["state"] * ranks == pytest.approx(found.size.state_bytes, rel=0.05)

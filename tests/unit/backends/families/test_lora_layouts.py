@@ -11,14 +11,16 @@ from typing import get_args
 import pytest
 
 from tests.fakes import FakeBaseModel
-from tests.models import FAMILIES
+from tests.models import FAMILIES, LATENTS, make_tiny_deepseek_v3
 from tests.published import SERVICE_COUNTS
 from tests.shapes import shape
 from tests.submitting import server
 from tinker_server.api_schemas.training import Layout, LoraConfig
+from tinker_server.api_schemas.weights import LoadWeightsRequest
 from tinker_server.backends.config import BackendConfig
-from tinker_server.backends.configure.describe import describe_models
+from tinker_server.backends.configure.describe import describe_models, with_slots_for
 from tinker_server.backends.families.coverage import Numbers
+from tinker_server.backends.protocol import NO_RUNS, OwnLayout
 from tinker_server.command_line import parse, read_settings
 
 PLANNED = (
@@ -111,6 +113,31 @@ async def test_a_model_that_no_engine_has_slots_for_is_refused_by_name(
             assert "setting backend.lora_layout service; own takes both" in error
 
 
+@pytest.mark.parametrize("into", ["a model", "a new model"])
+@pytest.mark.parametrize("slots", ["own", "service"])
+async def test_weights_that_no_engine_has_slots_for_are_not_loaded(tmp_path: Path, slots: Layout, into: str) -> None:
+    async with server(tmp_path) as client:
+        base = client.services.models.base("tiny")
+        assert isinstance(base, FakeBaseModel)
+        base.info = replace(base.info, lora_layout="service")
+        await client.result(await client.create_model(user_metadata={"experts": "own"}))
+        await client.result(await client.save(1, "first"))
+        path = f"tinker://{client.model_id}/weights/first"
+        await client.result(await client.create_model(1))
+        model_id = f"{client.session_id}:train:1"
+        base.info = replace(base.info, expert_slots=slots)
+        request = LoadWeightsRequest(model_id=model_id, seq_id=1, path=path, optimizer=True)
+        if into == "a model":
+            result = await client.result(await client.submit("load_weights", request, 1, model_id))
+        else:
+            result = await client.result(await client.load_as(2, path, optimizer=True))
+        assert result.failed == (slots == "service")
+        if result.failed:
+            error = json.loads(result.body)["error"]
+            assert f"{path} has the LoRA layout own, but this server's engines have slots for tiny in which" in error
+            assert "load weights with train_mlp false" in error
+
+
 @pytest.mark.parametrize("said", ["shared", 1, None, ["own"]])
 async def test_an_unknown_layout_is_refused(tmp_path: Path, said: object) -> None:
     async with server(tmp_path) as client:
@@ -125,16 +152,60 @@ def test_slots_have_the_form_of_new_models_unless_older_ones_have_experts_of_the
 ) -> None:
     source = FAMILIES[kind](tmp_path / "model")
 
-    def slots(layout: Layout, *own_experts: str) -> Layout:
+    def slots(layout: Layout, *names: str) -> Layout:
         models = {"a": str(source), "b": str(source)}
         settings = BackendConfig(models=models, lora_layout=layout, device="cpu", scratch_dir=tmp_path / "scratch")
-        found = describe_models(settings, own_experts=set(own_experts))
+        found = describe_models(settings, own=OwnLayout(experts=set(names), attention={"a", "b"}))
         [form] = {form for model in found.values() for form in (model.spec.expert_slots, model.size.expert_slots)}
         return form
 
     shared = "service" if kind == "Qwen3 MoE" else "own"
     assert [slots("service"), slots("service", "another"), slots("service", "b")] == [shared, shared, "own"]
     assert slots("own") == "own"
+
+
+def test_whole_keys_and_values_are_kept_for_runs_that_adapt_them_alone(tmp_path: Path) -> None:
+    source = make_tiny_deepseek_v3(tmp_path / "model", **LATENTS)
+    settings = BackendConfig(models={"a": str(source)}, device="cpu", scratch_dir=tmp_path / "scratch")
+    found = describe_models(settings)["a"]
+    assert not found.spec.latent_cache and not found.size.latent_cache  # on a CPU
+    keeping = replace(found, spec=replace(found.spec, latent_cache=True), size=replace(found.size, latent_cache=True))
+
+    def has_latents(own: OwnLayout) -> bool:
+        model = with_slots_for(keeping, "a", own)
+        assert model.spec.latent_cache == model.size.latent_cache
+        return model.spec.latent_cache
+
+    assert has_latents(NO_RUNS) and has_latents(OwnLayout({"a"}, {"b"})) and not has_latents(OwnLayout(set(), {"a"}))
+
+
+def test_latents_take_a_fraction_of_whole_keys_and_values() -> None:
+    size = shape("deepseek-ai/DeepSeek-V3.1")
+    keeping = replace(size, latent_cache=True, number_bytes=2)
+    layers, heads = 61, 128
+    assert size.token_bytes() == size.token_bytes(8) == 2 * layers * 2 * heads * 192  # 5.7 MiB
+    assert keeping.token_bytes() == 2 * layers * (512 + 64)  # 69 KiB
+    assert keeping.token_bytes(8) == 8 * keeping.token_bytes()  # whole on every rank
+    assert not size.latent_matrix_bytes(8)
+    assert keeping.latent_matrix_bytes(8) == 2 * layers * 512 * heads * (128 + 128) // 8
+    out_of_latents = layers * (1536 + heads * 192 + 512 + heads * 256)
+    assert size.slot_bytes(32) - keeping.slot_bytes(32) == 2 * 32 * out_of_latents
+
+
+@pytest.mark.parametrize(("train_attn", "latents"), [(True, True), (False, True), (True, False)])
+async def test_a_model_that_adapts_keys_out_of_latents_is_refused_where_engines_keep_these(
+    tmp_path: Path, train_attn: bool, latents: bool
+) -> None:
+    async with server(tmp_path) as client:
+        base = client.services.models.base("tiny")
+        assert isinstance(base, FakeBaseModel)
+        base.info = replace(base.info, lora_layout="service", latent_cache=latents)
+        lora = LoraConfig(rank=8, seed=1, train_attn=train_attn)
+        result = await client.result(await client.create_model(lora_config=lora, user_metadata={"experts": "own"}))
+        assert result.failed == (train_attn and latents)
+        if result.failed:
+            error = json.loads(result.body)["error"]
+            assert "this server's engines keep latents of tiny" in error and "or make train_attn false" in error
 
 
 WITH_LAYOUTS = (

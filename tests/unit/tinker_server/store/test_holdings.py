@@ -15,7 +15,7 @@ from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
-from tinker_server.store.records import Checkpoint, SamplingSession
+from tinker_server.store.records import Checkpoint, SamplingSession, Snapshot
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.tables import SamplingSessionRow
@@ -48,7 +48,7 @@ async def storage(db: Database, tmp_path: Path) -> Storage:
         (storage.path(directory) / "file").write_bytes(bytes(size_bytes))
     storage.archive_of(named).parent.mkdir()
     storage.archive_of(named).write_bytes(bytes(100))
-    await RunStore(db).set_snapshot(run.model_id, snapshot, 0, {})
+    await RunStore(db).set_snapshot(run.model_id, Snapshot(snapshot, 0, run.trainable), {})
     await CheckpointStore(db).put(
         Checkpoint(
             tinker_path=f"tinker://{run.model_id}/weights/a",

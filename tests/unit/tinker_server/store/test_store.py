@@ -23,6 +23,7 @@ from tinker_server.api_schemas.sessions import (
 from tinker_server.api_schemas.training import Trainable
 from tinker_server.api_schemas.weights import TinkerPath
 from tinker_server.backends.files import make_directory
+from tinker_server.backends.protocol import OwnLayout
 from tinker_server.errors import (
     BadRequest,
     Busy,
@@ -414,23 +415,25 @@ async def test_a_checkpoint_is_replaced_expires_and_is_deleted(db: Database) -> 
     assert await store.find(path) is None
 
 
-async def test_bases_are_known_whose_runs_or_weights_have_experts_with_factors_of_their_own(db: Database) -> None:
+async def test_bases_are_known_whose_runs_or_weights_have_the_own_layout(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     runs, shared = RunStore(db), Trainable(rank=8, seed=1, layout="service")
     own = shared.model_copy(update={"layout": "own"})
-    kinds = {"shared": shared, "no experts": own.model_copy(update={"train_mlp": False}), "ended": own, "own": own}
+    kinds = {
+        "shared": shared,
+        "no experts": own.model_copy(update={"train_mlp": False}),
+        "no attention": own.model_copy(update={"train_attn": False}),
+        "ended": own,
+        "own": own,
+    }
     for number, (base, trainable) in enumerate(kinds.items()):
         status = "lost" if base == "ended" else "suspended"
         await runs.add(replace(run(session_id, number), base_model=base, trainable=trainable, status=status))
-    assert await runs.bases_with_own_experts() == {"own"}
+    assert await runs.bases_of_own_layout() == OwnLayout({"own", "no attention"}, {"own", "no experts"})
     await CheckpointStore(db).put(replace(checkpoint("saved"), base_model="saved", trainable=own))
     await db.change(lambda session: session.execute(text("UPDATE training_runs SET trainable = '{\"rank\": 8}'")))
-    assert await runs.bases_with_own_experts() == {
-        "saved",
-        "shared",
-        "no experts",
-        "own",
-    }  # as older servers wrote them
+    all_of_them = {"saved", "own", "shared", "no experts", "no attention"}  # as older servers wrote them
+    assert await runs.bases_of_own_layout() == OwnLayout(all_of_them, all_of_them)
 
 
 async def test_a_sampling_session_is_made_once(db: Database) -> None:
