@@ -21,9 +21,9 @@ from tinker_server.backends.kernels.varlen_attention import LONG
 
 GIB = 2**30
 MEASURED_TOKENS = (1024, LONG)
-"""Tokens of the two microbatches that give the constant and the amount per token: a short sample and a long one."""
+"""Tokens of the microbatches that give the constant and the amount per token: a short sample and a long one."""
 LEAST_MEASURED_TOKENS = 128
-"""Tokens of the shortest of them, for a large base."""
+"""Tokens of the microbatch that is run before it is known what fits."""
 MARGIN = 0.05
 """Part of the memory that stays free: fragments, and operations larger than those measured."""
 
@@ -96,6 +96,38 @@ class ActivationCosts:
         return self.per_token - self.saved_per_token * self.num_layers
 
 
+def measure_costs(peak: Callable[[int, int], float], num_layers: int, free_bytes: float) -> ActivationCosts:
+    """Return what microbatches take. `peak` runs a microbatch of so many tokens with so many of `num_layers` layers
+    checkpointed, and returns the bytes at its peak; none that needs more than `free_bytes` is run.
+
+    The constant and the amount per token come from microbatches with all layers checkpointed, of which long ones fit
+    beside any base that is planned: in few tokens the head's logits and its copied weight, a constant from
+    `MEASURED_TOKENS` on, would count as an amount per token.
+    """
+    of_least = peak(LEAST_MEASURED_TOKENS, num_layers)
+    saved_per_token = (peak(LEAST_MEASURED_TOKENS, 0) - of_least) / LEAST_MEASURED_TOKENS
+    short, long = MEASURED_TOKENS
+    while short > LEAST_MEASURED_TOKENS and of_least * short / LEAST_MEASURED_TOKENS > free_bytes:
+        short //= 2
+    peaks, num_tokens = {short: peak(short, num_layers)}, short
+    per_token = peaks[short] / short
+    while num_tokens < long and peaks[num_tokens] + per_token * num_tokens <= free_bytes:
+        num_tokens *= 2
+        peaks[num_tokens] = peak(num_tokens, num_layers)
+        per_token = (peaks[num_tokens] - peaks[short]) / (num_tokens - short)
+    while num_tokens > short and peaks[num_tokens] + saved_per_token * num_tokens > free_bytes:
+        num_tokens //= 2
+    if peaks[num_tokens] + saved_per_token * num_tokens <= free_bytes:
+        saved_per_token = (peak(num_tokens, 0) - peaks[num_tokens]) / num_tokens
+    saved_per_token = max(0.0, saved_per_token)
+    return ActivationCosts(
+        constant=max(0.0, peaks[short] - per_token * short),
+        per_token=per_token + saved_per_token,
+        saved_per_token=saved_per_token / max(1, num_layers),
+        num_layers=num_layers,
+    )
+
+
 class Memory:
     """The memory of one GPU, which microbatches share with weights, adapters and optimizers."""
 
@@ -119,8 +151,6 @@ class Memory:
         self._costs = self._measure(run)
 
     def _measure(self, run: Callable[[int], None]) -> ActivationCosts:
-        num_layers = self._recomputation.num_layers
-
         def peak(num_tokens: int, recomputing: int) -> float:
             self._recomputation.use(recomputing)
             before = torch.cuda.memory_allocated(self._device)
@@ -128,17 +158,7 @@ class Memory:
             run(num_tokens)
             return torch.cuda.max_memory_allocated(self._device) - before
 
-        short, long = MEASURED_TOKENS
-        while (of_short := peak(short, 0)) * long / short > self._free_bytes and short > LEAST_MEASURED_TOKENS:
-            short, long = short // 2, long // 2  # the long one would not fit without checkpointing
-        of_long, of_least = peak(long, 0), peak(long, num_layers)
-        per_token = (of_long - of_short) / (long - short)
-        return ActivationCosts(
-            constant=max(0.0, of_short - per_token * short),
-            per_token=per_token,
-            saved_per_token=max(0.0, of_long - of_least) / (long * max(1, num_layers)),
-            num_layers=num_layers,
-        )
+        return measure_costs(peak, self._recomputation.num_layers, self._free_bytes)
 
     @property
     def _free_bytes(self) -> float:

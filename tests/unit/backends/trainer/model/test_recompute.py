@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tinker_server.backends.trainer.model.recompute import Recomputation
+from tinker_server.backends.trainer.model.recompute import GIB, Recomputation, measure_costs
 
 
 class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -47,3 +47,36 @@ def test_inputs_in_main_memory_are_no_longer_on_the_device_and_give_the_same_gra
     assert offloaded.equal(total) and all(one.equal(other) for one, other in zip(gradients, same, strict=True))
     assert len(gradients) == 5
     assert all(are_there) and not any(are_left[:num_recomputed])
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("free_gib", [6, 24, 60])
+def test_what_a_head_takes_at_once_is_no_amount_per_token_however_little_is_free(free_gib: float) -> None:
+    """As of 4 billion parameters: logits of at most 1,024 tokens at once, and from there on a copy of the weight."""
+    ran: list[float] = []
+
+    def peak(num_tokens: int, recomputing: int) -> float:
+        head = 0.9 * MIB * min(num_tokens, 1024) + (0.8 * GIB if num_tokens >= 1024 else 0)
+        ran.append(head + num_tokens * (0.3 * MIB + (36 - recomputing) * MIB / 12))
+        return ran[-1]
+
+    costs = measure_costs(peak, 36, free_gib * GIB)
+    assert max(ran) <= free_gib * GIB
+    assert costs.constant == pytest.approx(1.7 * GIB, rel=0.01)
+    assert costs.least_per_token == pytest.approx(0.3 * MIB, rel=0.01)
+    assert costs.saved_per_token == pytest.approx(MIB / 12, rel=0.01)
+    assert costs.longest(free_gib * GIB) == pytest.approx((free_gib - 1.7) * 1024 / 0.3, rel=0.01)
+
+
+def test_nothing_is_run_that_needs_more_than_is_free() -> None:
+    ran: list[float] = []
+
+    def peak(num_tokens: int, recomputing: int) -> float:
+        ran.append(num_tokens * (0.3 * MIB + (36 - recomputing) * MIB / 12))
+        return ran[-1]
+
+    costs = measure_costs(peak, 36, 500 * MIB)
+    assert max(ran) <= 500 * MIB
+    assert costs.longest(500 * MIB) == pytest.approx(500 / 0.3, rel=0.01)
