@@ -155,6 +155,7 @@ def make_tiny_qwen3_5(directory: Path, *, moe: bool = False, seed: int = 0, **si
         **sizes,
     }
     vision_config = {name: value for name, value in VISION.items() if name != "deepstack_visual_indexes"}
+    vision_config["out_hidden_size"] = text_config["hidden_size"]
     config = (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
         text_config=text_config,
         vision_config=vision_config,
