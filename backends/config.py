@@ -69,8 +69,9 @@ class BackendConfig(BaseModel):
     CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base; but 2 where trainer and
     engine lay it out differently, and with cluster."""
     base_precision: Literal["fp8"] | None = None
-    """fp8: if the files of a base are in fp8 by blocks, trainers and engines keep its linears and experts so, and
-    dequantise them for each use. If absent: they are dequantised once, to twice the memory. The numbers are equal."""
+    """fp8: trainers and engines keep the linears and experts of a base in fp8 by blocks, and dequantise them for each
+    use: as the files have them, or, if these are not quantised, made of them at load. If absent: those of files in fp8
+    are dequantised once, to twice the memory, with equal numbers."""
     gpu_memory_bytes: int | None = Field(default=None, ge=1 << 30)
     """Memory of each GPU that the server takes in all, where others use the rest. The GPUs must be alike. If absent:
     all of it."""

@@ -106,7 +106,7 @@ class ModelSpec(BaseModelInfo):
     is_quantised: bool = False
     """True if trainer and engine dequantise the base as they read its files."""
     base_precision: BasePrecision | None = None
-    """Precision in which a trainer keeps the linears of the base's decoder; None: `dtype`."""
+    """Precision in which trainer and engine keep the linears and experts of the base's decoder; None: `dtype`."""
     base_copies: int = 2
     """2: trainer and engine have a copy of the base each; 1: they map one that another process holds."""
     base_dir: Path | None = None
@@ -116,6 +116,11 @@ class ModelSpec(BaseModelInfo):
     own machine."""
     engine: int | None = None
     """Number of the engine that this describes; None: it describes all, or the only one."""
+
+    @property
+    def makes_fp8(self) -> bool:
+        """True if trainer and engine quantise the base as they read its files."""
+        return self.base_precision == "fp8" and not self.is_quantised
 
     @property
     def base_gpus(self) -> tuple[int | None, ...]:

@@ -543,7 +543,10 @@ def quantise(directory: Path, quantised: Path) -> None:
     (quantised / "config.json").write_text(json.dumps(config))
 
 
-_NOT_IN_FP8 = ("mlp.gate", "conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b")
+_NOT_IN_FP8 = (
+    *("mlp.gate", "mlp.shared_expert_gate", "conv1d"),
+    *("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba"),
+)
 """Modules that are not quantised in what is published."""
 
 
@@ -551,11 +554,43 @@ def quantise_in_blocks(directory: Path, quantised: Path, powers_of_two: torch.dt
     """Make of a model one in fp8 as published, block by block and expert by expert, and write what its numbers are into
     the first one's files. Routers, gates of linear attention, the head, the tower and the first layer's keys stay as
     they are. `powers_of_two`: the type of scales that are such, as those of DeepSeek-V3.1."""
+
+    def step(largest: torch.Tensor) -> torch.Tensor:
+        found = (largest / 440).bfloat16()
+        return found if powers_of_two is None else found.float().log2().ceil().exp2()
+
+    others: dict[str, object] = {} if powers_of_two is None else {"scale_fmt": "ue8m0"}
+    kept = ["lm_head", "model.visual", "model.layers.0.self_attn.k_proj"]
+    tensors = _write_in_blocks(directory, quantised, step, powers_of_two or torch.bfloat16, kept)
+    _change_quantization(quantised, others)
+    (path,) = directory.glob("*.safetensors")
+    save_file(tensors, path, {"format": "pt"})
+    return quantised
+
+
+def publish_in_fp8(directory: Path, quantised: Path) -> Path:
+    """Make of a model one in fp8 as published, whose blocks have scales in float32 that use all of fp8's range."""
+
+    def step(largest: torch.Tensor) -> torch.Tensor:
+        return largest.float() / 448 if largest > 0 else torch.ones(())
+
+    _write_in_blocks(directory, quantised, step, torch.float32, ["lm_head", "model.visual"])
+    return quantised
+
+
+def _write_in_blocks(
+    directory: Path,
+    quantised: Path,
+    step_of: Callable[[torch.Tensor], torch.Tensor],
+    scale_dtype: torch.dtype,
+    kept: Sequence[str],
+) -> dict[str, torch.Tensor]:
+    """Write a model's files in fp8, and return its tensors with the numbers that those have. `step_of` gives the scale
+    for a block's largest number; the modules `kept` stay as they are."""
     shutil.copytree(directory, quantised)
     (path,) = directory.glob("*.safetensors")
     config = json.loads((quantised / "config.json").read_text())
     tensors, packed = load_file(path), {}
-    kept = ["lm_head", "model.visual", "model.layers.0.self_attn.k_proj"]
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if ".layers." not in name or tensor.dim() < 2 or module in kept or module.endswith(_NOT_IN_FP8):
@@ -564,17 +599,15 @@ def quantise_in_blocks(directory: Path, quantised: Path, powers_of_two: torch.dt
         for matrix_name, matrix in _matrices(name, tensor, inputs_first=config["model_type"] == "qwen3_vl_moe"):
             rows, columns = matrix.shape
             weight = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(-(-rows // 128), -(-columns // 128), dtype=powers_of_two or torch.bfloat16)
+            scale = torch.empty(-(-rows // 128), -(-columns // 128), dtype=scale_dtype)
             for row in range(0, rows, 128):
                 for column in range(0, columns, 128):
                     block = (slice(row, row + 128), slice(column, column + 128))
-                    step = (matrix[block].abs().amax() / 440).bfloat16()
-                    step = step if powers_of_two is None else step.float().log2().ceil().exp2()
-                    weight[block] = (matrix[block] / step).to(torch.float8_e4m3fn)
+                    step = step_of(matrix[block].abs().amax())
+                    weight[block] = (matrix[block].float() / step).to(torch.float8_e4m3fn)
                     scale[row // 128, column // 128] = step
                     matrix[block] = weight[block].float() * step.float()
             packed |= {matrix_name: weight, f"{matrix_name}_scale_inv": scale}
-    save_file(tensors, path, {"format": "pt"})
     save_file(packed, quantised / path.name, {"format": "pt"})
     config["quantization_config"] = {
         "quant_method": "fp8",
@@ -582,10 +615,15 @@ def quantise_in_blocks(directory: Path, quantised: Path, powers_of_two: torch.dt
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "modules_to_not_convert": kept,
-        **({} if powers_of_two is None else {"scale_fmt": "ue8m0"}),
     }
     (quantised / "config.json").write_text(json.dumps(config))
-    return quantised
+    return tensors
+
+
+def _change_quantization(directory: Path, changes: Mapping[str, object]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def _matrices(name: str, tensor: torch.Tensor, *, inputs_first: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,8 @@ from tinker_server.backends.base_weights.name_map import View
 from tinker_server.backends.base_weights.shared_memory import SharedTensor
 from tinker_server.backends.formats.base_files import weight_files
 from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed, packed_bytes
+from tinker_server.backends.formats.fp8_at_load import Origin, find_origins, quantise
+from tinker_server.backends.formats.model_files import tensor_layouts
 from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -90,9 +92,38 @@ class InFp8:
         return dequantised(weight, scale, self.dtype)[..., rows.start - first * BLOCK :, :]
 
 
+@dataclass(frozen=True)
+class _Quantised:
+    """The numbers of a matrix that is quantised when it is read, or its scales."""
+
+    file: TensorInFile
+    origin: Origin
+    is_scale: bool
+
+    def get_shape(self) -> list[int]:
+        """Return the sizes of its dimensions."""
+        return [-(-size // BLOCK) if self.is_scale else size for size in self.origin.shape]
+
+    def get_dtype(self) -> str:
+        """Return the type that it has when it is read, as a file names it."""
+        return "F32" if self.is_scale else "F8_E4M3"
+
+    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> Tensor:
+        """Read a part: rows of whole blocks are quantised."""
+        if index is Ellipsis:
+            return quantise(self.origin.read(self.file))[self.is_scale]
+        (rows,) = index
+        if self.is_scale:
+            return quantise(self.origin.read(self.file, rows.start * BLOCK, rows.stop * BLOCK))[1]
+        begin = rows.start // BLOCK * BLOCK
+        numbers, _ = quantise(self.origin.read(self.file, begin, -(-rows.stop // BLOCK) * BLOCK))
+        return numbers[rows.start - begin : rows.stop - begin]
+
+
 class Files:
     """The tensors of a model's safetensors files, by name; those in fp8 packed, if they are of `staying`, or else as if
-    they were in `dtype`."""
+    they were in `dtype`. Matrices of `staying` that the files do not have in fp8 are quantised; they stand in the place
+    of the tensors that have them."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, staying: Collection[str] = ()) -> None:
         self._dtype, self._staying = dtype, staying
@@ -101,6 +132,7 @@ class Files:
         for path in weight_files(directory):
             file = self._opened.enter_context(safe_open(path, "pt"))
             self._by_name |= dict.fromkeys(file.keys(), file)
+        self._origins = find_origins(tensor_layouts(directory), staying) if staying else {}
 
     def __enter__(self) -> "Files":
         return self
@@ -120,16 +152,23 @@ class Files:
 
     def names(self) -> list[str]:
         """Return all names but those of scales."""
-        return [name for name in self._by_name if not name.endswith(SCALE)]
+        replaced = {origin.tensor for origin in self._origins.values()}
+        return [name for name in self._by_name if not name.endswith(SCALE) and name not in replaced] + [*self._origins]
 
     def slice(self, name: str) -> TensorInFile:
         """Return a tensor whose parts are read when they are indexed."""
+        if (origin := self._origins.get(name)) is not None:
+            file = self._by_name[origin.tensor].get_slice(origin.tensor)
+            numbers, scales = _Quantised(file, origin, is_scale=False), _Quantised(file, origin, is_scale=True)
+            return InFp8(numbers, scales, self._dtype)
         scale = f"{name}{SCALE}"
         own = self._by_name[name].get_slice(name)
         return own if scale not in self._by_name else InFp8(own, self._by_name[scale].get_slice(scale), self._dtype)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
+        if (origin := self._origins.get(name)) is not None:
+            return packed(*quantise(origin.read(self._by_name[origin.tensor].get_slice(origin.tensor))))
         found = self.slice(name)
         if name in self._staying:
             assert isinstance(found, InFp8)

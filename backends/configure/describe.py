@@ -38,6 +38,7 @@ from tinker_server.backends.protocol import NO_RUNS, BackendFailed, OwnLayout
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
 log = logging.getLogger(__name__)
+MADE_FP8 = "the files are not in fp8: trainer and engine quantise linears and experts as they read them"
 _ADAPTER_NUMBER_BYTES = 4
 _COMPUTING = ("torch", "transformers", "tinker-server")
 """Packages on which the numbers of training depend."""
@@ -150,6 +151,9 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         parts = Fp8Parts(fp8_matrices(renderer.family, renderer.config, str(directory)), text_config)
         _require_divided(parts, config.tensor_parallel or 1, source)
         size = pack_linears(size, parts)
+    support = Support(renderer, config, device, source)
+    if support.makes_fp8:
+        log.info("%s: %s", source, MADE_FP8)
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
@@ -157,12 +161,12 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         name=name,
         source=source,
         directory=str(directory),
-        fingerprint=fingerprint(directory),
+        fingerprint=fingerprint(directory, "fp8" if support.makes_fp8 else None),
         arch=renderer.config.model_type,
         vocab_size=renderer.vocab_size,
         takes_images=renderer.takes_images,
         device=device,
-        dtype=Support(renderer, config, device, source).dtype,
+        dtype=support.dtype,
         weight_bytes=size.base_bytes,
         is_quantised=quantisation(renderer.config) is not None,
         base_precision=config.base_precision,
@@ -264,6 +268,8 @@ def _numerics(spec: ModelSpec) -> dict[str, str]:
         "gpu_memory_bytes": spec.placement.trainer_bytes,
         "replay_routing": spec.routing_dir is not None,
     }
+    if spec.makes_fp8:
+        values["base_precision"] = "fp8, quantised at load"
     if spec.mesh.context > 1:
         values["context_parallel"] = spec.mesh.context
     return {name: str(value) for name, value in values.items()} | {name: version(name) for name in _COMPUTING}

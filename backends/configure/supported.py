@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.families.coverage import Numbers
-from tinker_server.backends.formats.block_fp8 import is_in_blocks
+from tinker_server.backends.families.text import WITHOUT_FP8
 from tinker_server.backends.formats.model_files import linear_attention, quantisation
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Device, Dtype
@@ -93,6 +93,11 @@ class Support:
         return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self._reason_unsliced(ranks) is None)
 
     @property
+    def makes_fp8(self) -> bool:
+        """True if files that are not quantised are quantised as they are read."""
+        return self.config.base_precision == "fp8" and quantisation(self.renderer.config) is None
+
+    @property
     def can_be_shared(self) -> bool:
         """True if trainer and engine can map the same copy of the base; unless it is asked for, only where a GPU has
         seen it."""
@@ -153,8 +158,9 @@ class Support:
 
     def _reason_unpacked(self) -> str | None:
         """Return the reason why the base cannot stay in fp8, or was not seen to train so, or None."""
-        if not is_in_blocks(quantisation(self.renderer.config)):
-            return "its files are not in fp8 by blocks, and the engine would sample from other numbers than are trained"
+        (architecture, *_) = self.renderer.config.architectures
+        if architecture in WITHOUT_FP8:
+            return f"{architecture} has not been compared in fp8"
         if self.config.train_vision:
             return "it has not been compared with backend.train_vision"
         if self.config.cluster:

@@ -14,10 +14,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.families.family import Family
-from tinker_server.backends.families.lora_names import find_trained_modules, has_stacked_experts, service_adapters
+from tinker_server.backends.families.lora_names import (
+    NOT_IN_FP8,
+    find_trained_modules,
+    has_stacked_experts,
+    service_adapters,
+)
 from tinker_server.backends.formats.block_fp8 import SCALE
 from tinker_server.backends.formats.expert_names import expert_matrices
-from tinker_server.backends.formats.model_files import tensor_layouts
+from tinker_server.backends.formats.fp8_at_load import find_origins
+from tinker_server.backends.formats.model_files import quantisation, tensor_layouts
 from tinker_server.backends.protocol import BackendFailed
 
 
@@ -157,13 +163,26 @@ def decoder_matrices(family: Family, config: PretrainedConfig, source: str) -> d
 
 
 def fp8_matrices(family: Family, config: PretrainedConfig, directory: str) -> dict[str, tuple[int, int]]:
-    """Return the names and shapes of the decoder's weights that are in fp8 in the files, in a tensor of their own name;
-    those of a layer's experts if all of them are."""
+    """Return the names and shapes of the decoder's weights that trainer and engine have in fp8, a layer's experts all
+    or none: those that are in fp8 in the files, in a tensor of their own name. Of files that are not quantised, all
+    that have such a tensor or are in a stack of experts, but for gates of linear attention, as in published fp8 files.
+    Raises BackendFailed if there are none."""
     layouts = tensor_layouts(Path(directory))
+    is_made = quantisation(config) is None
     found: dict[str, tuple[int, int]] = {}
-    for matrices in decoder_matrices(family, config, directory).values():
-        if all(f"{name}{SCALE}" in layouts for name in matrices):
-            found |= matrices
+    for module, matrices in decoder_matrices(family, config, directory).items():
+        if is_made:
+            origins = find_origins(layouts, matrices)
+            shapes = {name: origin.shape for name, origin in origins.items()}
+            stays = shapes == matrices and module.rpartition(".")[2] not in NOT_IN_FP8
+        else:
+            stays = all(f"{name}{SCALE}" in layouts for name in matrices)
+        found |= matrices if stays else {}
+    if not found:
+        raise BackendFailed(
+            f"{directory}: the files have no matrix of the decoder {'' if is_made else 'in fp8 '}in a tensor of its own"
+            " name; start without --base-precision"
+        )
     return found
 
 

@@ -27,6 +27,8 @@ _ENGINE_MODULES = (
     *("experts", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj", "lm_head"),
 )
 """The engine's names of the same. The input embeddings are not among them, though a tied head shares their weight."""
+NOT_IN_FP8 = GATES
+"""Linears of the decoder that published fp8 files have in bfloat16."""
 EXPERT_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """The engine's names of the adapters of a matrix of all a layer's experts, in its order."""
 UNGATED_STACKS = {"up_proj": "w1", "down_proj": "w2"}

@@ -22,6 +22,8 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     nemotron_h.ARCHITECTURE: (nemotron_h.ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
+WITHOUT_FP8 = (gpt_oss.ARCHITECTURE, nemotron_h.ARCHITECTURE)
+"""Decoders whose files in fp8 are refused, and whose others are not made fp8."""
 UNSHARED = {gpt_oss.ARCHITECTURE: gpt_oss.UNSHARED}
 WITH_MIXED_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "exaone4", "cohere2")
 """Types of decoders in which trainer and engine both have a window in some layers alone. Of others vLLM has a single

@@ -134,8 +134,8 @@ def require_fields(
             raise BackendFailed(f"{source}: {architecture} with {field} {value} {refusal.format(known=known)}")
 
 
-def fingerprint(directory: Path) -> str:
-    """Hash that identifies a base model: 64 hexadecimal digits.
+def fingerprint(directory: Path, made: str | None = None) -> str:
+    """Hash that identifies a base model: 64 hexadecimal digits. `made`: the form that its matrices are given at load.
 
     It covers the config, every tensor's name, type and shape, and a sample of its numbers. It is the same wherever the
     files are and however the tensors are spread over them; it takes some milliseconds for every hundred tensors.
@@ -152,7 +152,8 @@ def fingerprint(directory: Path) -> str:
                 file.seek(tensor.begin + max(0, tensor.num_bytes - _SAMPLE_BYTES) // 2)
                 sample = file.read(min(_SAMPLE_BYTES, tensor.num_bytes))
                 parts.append((tensor.name, tensor.dtype, tensor.shape, sample.hex()))
-    return hashlib.sha256(json.dumps([config, sorted(parts)], sort_keys=True).encode()).hexdigest()
+    content = [config, sorted(parts), *([made] if made else [])]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

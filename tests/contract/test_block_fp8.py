@@ -15,19 +15,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
-from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
+from tests.fp8_scores import assert_scored_alike
 from tests.models import (
     DIVIDED_IN_FP8,
     EXPERTS,
     make_tiny_deepseek_v3,
     make_tiny_of,
     make_tiny_qwen3_5,
+    make_tiny_qwen3_next,
     make_tiny_vl,
     quantise_in_blocks,
 )
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
-from tests.sampling import ATOL, sampler_config, score_distances
 from tests.trainers import (
     LORA,
     config,
@@ -40,7 +40,6 @@ from tests.trainers import (
 )
 from tinker_server.backends.families.registry import find_family
 from tinker_server.backends.formats.block_fp8 import packed, packed_bytes
-from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.lora.linear import lora_linears
 from tinker_server.backends.trainer.model.loading import load
@@ -58,9 +57,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
+    "Qwen3-Next": make_tiny_qwen3_next,
     "DeepSeek-V3": make_tiny_deepseek_v3,
 }
-MIXTURES = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE", "DeepSeek-V3")
+MIXTURES = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE", "Qwen3-Next", "DeepSeek-V3")
 POWERS_OF_TWO = {"Qwen3 MoE": torch.float32, "DeepSeek-V3": torch.float8_e8m0fnu}
 """Types of scales that are powers of two, of some of the models."""
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
@@ -142,7 +142,7 @@ def test_linears_that_stay_in_fp8_have_the_scores_and_gradients_of_dequantised_o
     matrices = [{name: one for name, one in part.named_parameters() if name.endswith("base.weight")} for part in layers]
     whole_names = {name for name, one in matrices[1].items() if one.dtype != torch.uint8}
     of_files = () if renderer.takes_images else ("0.self_attn.k_proj.base.weight",)
-    gates = ("linear_attn.in_proj_a.base.weight", "linear_attn.in_proj_b.base.weight")
+    gates = tuple(f"linear_attn.in_proj_{gate}.base.weight" for gate in ("a", "b", "ba"))
     assert whole_names == {name for name in matrices[1] if name in of_files or name.endswith(gates)}
     for name in matrices[1].keys() - whole_names:
         assert matrices[1][name].nbytes == packed_bytes(*matrices[0][name].shape), name
@@ -194,13 +194,13 @@ def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
 
 @pytest.mark.slow
 async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path: Path) -> None:
-    await assert_scored_alike(sources[1], None, tmp_path)
+    await assert_scored_alike(replace(config(sources[1]), is_quantised=True), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sources", ["Qwen3", "Qwen3-VL", "Phi-3", "Qwen3.5", *MIXTURES], indirect=True)
 async def test_an_engine_whose_linears_stay_in_fp8_scores_as_the_trainer(sources, tmp_path: Path) -> None:
-    await assert_scored_alike(sources[1], "fp8", tmp_path)
+    await assert_scored_alike(replace(config(sources[1]), is_quantised=True, base_precision="fp8"), tmp_path)
 
 
 @pytest.mark.slow
@@ -210,31 +210,8 @@ async def test_an_engine_of_several_ranks_whose_base_stays_in_fp8_scores_as_the_
 ) -> None:
     make, num_ranks = DIVIDED_IN_FP8[kind]
     quantised = quantise_in_blocks(make(tmp_path / "whole"), tmp_path / "quantised")
-    await assert_scored_alike(quantised, "fp8", tmp_path, num_ranks)
-
-
-async def assert_scored_alike(
-    quantised: Path, precision: Literal["fp8"] | None, tmp_path: Path, num_ranks: int = 1
-) -> None:
-    """The engine's scores of the base and of an adapter are the trainer's."""
-    renderer = make_renderer(quantised)
-    # In which alone the engine has linear attention on the CPU.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
-    spec = replace(config(quantised), dtype=dtype, base_precision=precision)
-    rank = TrainerRank(spec, World(0, 1, torch.device("cpu")))
-    for name in ("fresh", "a"):
-        rank.create_model(name, LORA)
-    perturb(rank, "a")
-    rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
-    spec = replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype)
-    running = SamplerPool(replace(spec, base_precision=precision, tensor_parallel=num_ranks), fork_sampler)
-    await running.start()
-    try:
-        for name, weights in (("fresh", None), ("a", tmp_path / "a")):
-            apart = await score_distances(running, weights, rank, name, renderer)
-            assert apart.max() < ATOL if dtype == "float32" else apart.mean() < 0.03
-    finally:
-        await running.stop()
+    spec = replace(config(quantised), is_quantised=True, base_precision="fp8")
+    await assert_scored_alike(spec, tmp_path, num_ranks)
 
 
 def _transformers(source: Path, takes_images: bool, **options: Any):

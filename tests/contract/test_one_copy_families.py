@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
-from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blocks
+from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, publish_in_fp8, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.base_weights.mapped import Files, map_views
@@ -117,6 +117,17 @@ def test_a_base_in_fp8_is_held_and_mapped_dequantised_or_as_it_stays(
     spec = replace(sampler_config(quantised, tmp_path / "scratch"), dtype="bfloat16", is_quantised=True)
     spec = held(replace(spec, base_precision=precision), tmp_path / "base")
     assert_mapped(spec, quantised, source if precision is None else quantised)
+
+
+@pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.parametrize("family", ["Qwen3-VL", "Qwen3-VL MoE", "Qwen3.5 MoE", "Qwen3-Next", "DeepSeek-V3"])
+def test_a_base_that_is_quantised_at_load_is_held_as_published_files_have_it(family: str, tmp_path: Path) -> None:
+    source = ALL[family](tmp_path / "model")
+    for path in source.glob("*.safetensors"):
+        save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path, {"format": "pt"})
+    published = publish_in_fp8(source, tmp_path / "published")
+    spec = replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16", base_precision="fp8")
+    assert_mapped(held(spec, tmp_path / "base"), published, published)
 
 
 def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:

@@ -15,12 +15,13 @@ from typing import Literal
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, assert_close, of_text, scoring_datum
 from tests.gpu.parts import Parts, used_bytes
-from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, quantise_in_blocks
+from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, publish_in_fp8, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
 from tinker_server.api_schemas.training import AdamParams
@@ -50,16 +51,17 @@ def spec_of(source: Path, scratch: Path) -> ModelSpec:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [None, "fp8"])
+async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(precision: Literal["fp8"] | None, tmp_path: Path) -> None:
     source = make_tiny_vl(tmp_path / "model")
     renderer = Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
-    alone = spec_of(source, tmp_path / "scratch")
+    alone = replace(spec_of(source, tmp_path / "scratch"), base_precision=precision)
     placement = replace(alone.placement, gpus=(0, 1), engines=((0,), (1,)))
     items = [scoring_datum(prompt(words(20, seed), image(64, 64, seed), words(9, seed)), renderer) for seed in range(6)]
     async with Parts(replace(alone, placement=placement, mesh=Mesh(replicate=2))) as parts:
         for gpu in (0, 1):
             mapped = map_views(parts.base.spec.base_socket(gpu), torch.device("cuda", gpu))
-            with Files(source, torch.bfloat16) as files:
+            with Files(source, torch.bfloat16, stays_in_fp8(alone)) as files:
                 assert all(tensor.cpu().equal(files.tensor(name).to(tensor.dtype)) for name, tensor in mapped.items())
             del mapped
         model = await parts.trainer.create_model("m", LORA, "owner")
@@ -136,6 +138,22 @@ async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(
         if copies == 1:
             assert_mapped(parts, quantised, stays_in_fp8(spec))
         assert_close(f"fp8, {kind}, {copies} copies, {precision}", await parts.difference(quantised))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("kind", ["vision", "mixture with vision", "Qwen3.5 MoE"])
+async def test_a_base_that_is_quantised_at_load_is_the_same_for_trainer_and_sampler(
+    copies: int, kind: str, tmp_path: Path
+) -> None:
+    source = KINDS[kind](tmp_path / "model")
+    for path in source.glob("*.safetensors"):
+        save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path, {"format": "pt"})
+    published = publish_in_fp8(source, tmp_path / "published")
+    spec = replace(spec_of(source, tmp_path / "scratch"), base_copies=copies, base_precision="fp8")
+    async with Parts(spec) as parts:
+        if copies == 1:
+            assert_mapped(parts, published, stays_in_fp8(spec))
+        assert_close(f"fp8 at load, {kind}, {copies} copies", await parts.difference(source))
 
 
 @pytest.mark.parametrize(("shape", "cache_gib"), [("4b", 1), ("qwen3.5-4b", 4)])

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from tinker_server.backends.config import BackendConfig, Examination, ExaminedPatch
+from tinker_server.backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch
 from tinker_server.backends.configure.torchvision_check import require_torchvision
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.commands.tables import show
@@ -81,7 +81,7 @@ def models(found: Examination) -> Table:
             spec.name,
             spec.arch,
             "yes" if spec.takes_images else "no",
-            spec.dtype,
+            _precision(model),
             f"{spec.weight_bytes / GIB:.2f} GiB",
             f"{model.kv_cache_bytes / GIB:.2f} GiB",
             str(spec.max_context_length),
@@ -89,6 +89,13 @@ def models(found: Examination) -> Table:
             str(spec.adapter_slots),
         )
     return table
+
+
+def _precision(model: ExaminedModel) -> str:
+    spec = model.spec
+    if spec.base_precision is None:
+        return spec.dtype
+    return f"{spec.dtype}, {spec.base_precision}{' made at load' if spec.makes_fp8 else ''}"
 
 
 def places(found: Examination) -> Iterator[str]:

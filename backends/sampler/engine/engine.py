@@ -149,9 +149,9 @@ def _config_changes(config: ModelSpec) -> dict[str, object]:
     if config.device == "cuda":
         # Logits of 16 to 32 rounded to bfloat16 are 0.03 nats off on average. No copy of the head's weights is made.
         changes["head_dtype"] = "float32"
-    if config.is_quantised:
+    staying = stays_in_fp8(config)
+    if config.is_quantised or staying:
         # Weights are dequantised as they are read, or for each product.
-        staying = stays_in_fp8(config)
         changes["quantization_config"] = make_quantization_config(staying) if staying else None
     return changes
 

@@ -81,7 +81,9 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     dtype = getattr(torch, config.dtype)
     by_heads = world.context.size > 1
     attention_name = family.attention(attention.implementation(world.device, dtype, by_heads=by_heads))
-    staying = _staying(config, family) if config.base_precision == "fp8" else {}
+    staying = {}
+    if config.base_precision == "fp8":
+        staying = fp8_matrices(family, AutoConfig.from_pretrained(config.directory), config.directory)
     tensors = None if config.base_dir is None else _mapped(config, world, dtype, staying)
     shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
@@ -139,27 +141,16 @@ def _model(
             state = {name: found[...] for name, found in with_stacked_experts(state).items()} if is_fp8 else state
             state |= {name: stand_in[...] for name, stand_in in stand_ins.items()}
             return _made_of(state, family, config, arguments)
-    if is_fp8:
+    if is_fp8 or staying:
         # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
         dtype = getattr(torch, spec.dtype)
-        with Files(Path(spec.directory), dtype) as files:
+        with Files(Path(spec.directory), dtype, staying) as files:
             slices: dict[str, Readable] = {name: files.slice(name) for name in files.names() if name not in staying}
             return _made_of(with_stacked_experts(slices) | stand_ins, family, config, arguments)
     if quantisation(config) is not None:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
     model, found = family.model_class.from_pretrained(spec.directory, **arguments)
     return model, found
-
-
-def _staying(spec: ModelSpec, family: Family) -> dict[str, tuple[int, int]]:
-    """Return the names and shapes of the tensors that stay in fp8. Raises BackendFailed if there are none."""
-    found = fp8_matrices(family, AutoConfig.from_pretrained(spec.directory), spec.directory)
-    if not found:
-        raise BackendFailed(
-            f"{spec.directory}: no matrix of the decoder has a tensor in fp8 of its own name; start without"
-            " --base-precision"
-        )
-    return found
 
 
 @dataclass(frozen=True)

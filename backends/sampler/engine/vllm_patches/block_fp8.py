@@ -1,8 +1,9 @@
 """Weights in fp8, with the trainer's numbers: vLLM's own fp8 rounds activations too, and has no path on the CPU.
 
 They are dequantised as vLLM reads them. Where the base stays in fp8, linears of the decoder have packed weights, and
-dequantise them for each product or, where tokens are few, within it (`formats/block_fp8.py`). Of an engine of several
-ranks each has its part of a linear, packed (`formats/divided_fp8.py`).
+dequantise them for each product or, where tokens are few, within it (`formats/block_fp8.py`). Files that are not in fp8
+are quantised as vLLM reads them (`formats/fp8_at_load.py`). Of an engine of several ranks each has its part of a
+linear, packed (`formats/divided_fp8.py`).
 
 N outputs and K inputs of a linear, B bytes
 """
@@ -10,6 +11,7 @@ N outputs and K inputs of a linear, B bytes
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from tinker_server.backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
 from tinker_server.backends.formats.divided_fp8 import count_rows, rows_of_rank, take_part
 from tinker_server.backends.formats.expert_names import expert_matrices, expert_matrix
+from tinker_server.backends.formats.fp8_at_load import find_origins, pack_at_load
+from tinker_server.backends.formats.model_files import tensor_layouts
 from tinker_server.backends.sampler.engine.vllm_patches import targets
 from tinker_server.backends.sampler.engine.vllm_patches.packed_experts import PackedExpertsMethod
 
@@ -219,7 +223,10 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
 def _joining(read: Callable[..., Weights]) -> Callable[..., Weights]:
     def get_all_weights(self: DefaultModelLoader, model_config: ModelConfig, model: nn.Module) -> Weights:
-        return joined(read(self, model_config, model), model_config.dtype, staying(model_config))
+        weights, names = read(self, model_config, model), staying(model_config)
+        if names:
+            weights = pack_at_load(weights, find_origins(tensor_layouts(Path(model_config.model)), names))
+        return joined(weights, model_config.dtype, names)
 
     return get_all_weights
 

@@ -185,17 +185,14 @@ def test_a_large_mixture_in_fp8_fits_one_gpu_of_80_gb(name: str) -> None:
 @pytest.mark.parametrize(
     ("others", "make", "reason"),
     [
-        ({}, None, "its files are not in fp8 by blocks"),
         ({"train_vision": True}, make_tiny_vl, "it has not been compared with backend.train_vision"),
         ({"cluster": True}, make_tiny_text, "it has not been compared on several machines"),
     ],
 )
 def test_fp8_in_the_trainer_is_refused_where_it_was_not_compared(
-    others: dict[str, object], make: Callable[[Path], Path] | None, reason: str, tmp_path: Path
+    others: dict[str, object], make: Callable[[Path], Path], reason: str, tmp_path: Path
 ) -> None:
-    source = (make or make_tiny_text)(tmp_path / "whole")
-    if make is not None:
-        source = quantise_in_blocks(source, tmp_path / "quantised")
+    source = quantise_in_blocks(make(tmp_path / "whole"), tmp_path / "quantised")
     config = BackendConfig(models={"a": str(source)}, device="cpu", base_precision="fp8")
     with pytest.raises(BackendFailed, match=rf"base_(precision|copies) .*{reason}"):
         describe_models(config.model_copy(update=others), Machine(64 << 30))
