@@ -772,8 +772,8 @@ DIVIDED: dict[str, tuple[Callable[[Path], Path], int]] = {
     "Qwen3.5 MoE": (partial(make_tiny_qwen3_5, moe=True, linear_num_key_heads=2, linear_num_value_heads=4), 2),
 }
 """Models that an engine's ranks divide, each in its own way, and the number of ranks."""
-_WHOLE_BLOCKS: dict[str, object] = {**EXPERTS, "moe_intermediate_size": 256}
-_PARTS_OF_BLOCKS: dict[str, object] = {
+_WHOLE_BLOCKS: dict[str, Any] = {**EXPERTS, "moe_intermediate_size": 256}
+_PARTS_OF_BLOCKS: dict[str, Any] = {
     **EXPERTS,
     "hidden_size": 256,
     "num_attention_heads": 8,

@@ -16,6 +16,8 @@
    (`families/linear_attention.py`), get the slices that vLLM fills from one adapter of all rows.
 8. Of a merged linear with one part alone, as some linear attention has, each of several ranks gets two
    pieces of B, as if gate stood above up.
+9. Where a kernel pads the inner width of experts, vLLM cuts the adapters of each of several ranks by the padded width,
+   so that all but the first get others' rows. No kernel that is chosen here pads; another is refused.
 
 N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots, E experts
 """
@@ -32,9 +34,11 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import process_packed_modules_mapping
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from tinker_server.backends.families.linear_attention import ENGINE_SLICES, engine_slices
 from tinker_server.backends.families.lora_names import EXPERT_STACKS
+from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.sampler.engine.slot_check import SlotCheck
 
 HEAD = "lm_head"
@@ -70,7 +74,9 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
             self.packed_modules_mapping = process_packed_modules_mapping(self.model, force_2d_moe=True)
         self.packed_modules_mapping = {"qkv": ["qkv"], **self.packed_modules_mapping}
         super()._create_lora_modules()
-        for module in self.modules.values():
+        for name, module in self.modules.items():
+            if isinstance(module, FusedMoEWithLoRA):
+                require_unpadded(module.moe_config, name)
             if isinstance(module, ColumnParallelLinearWithLoRA):
                 module.is_merged_col_linear &= len(getattr(module.base_layer, "output_sizes", ())) > 1
 
@@ -94,6 +100,17 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
         for layer, module in self.modules.items():
             if isinstance(module, FusedMoEWithLoRA) and layer in lora_model.loras:
                 _fit_experts(lora_model.loras[layer], module, layer)
+
+
+def require_unpadded(config: FusedMoEConfig, layer: str) -> None:
+    """Raise BackendFailed for experts whose adapters vLLM would cut by a padded width."""
+    width, padded = config.intermediate_size_per_partition_unpadded, config.intermediate_size_per_partition
+    if config.moe_parallel_config.tp_size > 1 and width != padded:
+        raise BackendFailed(
+            f"tensor_parallel {config.moe_parallel_config.tp_size} (setting backend.tensor_parallel) is not supported:"
+            f" the engine pads the inner width of the experts of {layer} on each rank from {width} to {padded}, and"
+            " would give ranks wrong parts of their adapters; set it to 1"
+        )
 
 
 def _fit_experts(packed: PackedLoRALayerWeights, module: FusedMoEWithLoRA, layer: str) -> None:
