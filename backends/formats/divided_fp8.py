@@ -48,8 +48,16 @@ def take_part(weight_B: Tensor, shape: tuple[int, int], rows_N: Tensor, columns_
     """Return these rows and columns of a matrix of this shape, packed. Raises ValueError where a block of theirs would
     need several scales."""
     numbers_NK, scale_IJ = halves(weight_B, *shape)
-    part_NK = numbers_NK.view(torch.uint8)[rows_N][:, columns_K].view(numbers_NK.dtype)
+    part_NK = _take(_take(numbers_NK.view(torch.uint8), 0, rows_N), 1, columns_K)
     return packed(part_NK, scale_IJ[_blocks(rows_N)][:, _blocks(columns_K)])
+
+
+def _take(matrix: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Return rows or columns in ascending order: a view if they are a run, since a copy by numbers is slow."""
+    first, count = int(places[0]), len(places)
+    if int(places[-1]) - first + 1 == count:
+        return matrix.narrow(dim, first, count)
+    return matrix.index_select(dim, places.to(matrix.device))
 
 
 def _blocks(places: Tensor) -> Tensor:
