@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.engines import fork_sampler
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import (
+    DIVIDED,
     FAMILIES,
     make_tiny_deepseek_v3,
     make_tiny_nemotron_h,
@@ -190,6 +191,14 @@ def test_two_ranks_are_as_one(source: Path) -> None:
     check_two_are_as_one(on_ranks, source)
 
 
+MIXTURES = (
+    "gpt-oss",
+    "DeepSeek-V3",
+    "Qwen3-VL MoE",
+    "Qwen3-VL MoE, heads of keys repeated",
+    "Nemotron-3",
+    "Qwen3.5 MoE",
+)
 IN_ENGINE = ("Qwen3 MoE", "Qwen3.5", "Qwen3.5 MoE", "Nemotron-3", "DeepSeek-V3", "gpt-oss")
 WITHOUT_EXPERTS: Mapping[Layout, tuple[str, ...]] = {"own": ("attention",), "service": ("attention", "own")}
 """Models that train none, so that slots of each form take them."""
@@ -197,7 +206,8 @@ WITHOUT_EXPERTS: Mapping[Layout, tuple[str, ...]] = {"own": ("attention",), "ser
 
 ENGINES: list[tuple[str, Layout, int]] = [
     *((family, slots, 1) for family in IN_ENGINE for slots in get_args(Layout)),
-    *((family, "service", 2) for family in ("Nemotron-3", "DeepSeek-V3")),
+    *((family, "service", num_ranks) for family, (_, num_ranks) in DIVIDED.items() if family in MIXTURES),
+    ("Qwen3.5 MoE", "own", 2),
 ]
 """Kinds of models, forms of slots, and numbers of ranks, each of which has the factors whole that experts share."""
 
@@ -207,7 +217,8 @@ ENGINES: list[tuple[str, Layout, int]] = [
 async def test_the_engine_scores_the_services_modules_as_the_trainer(
     family: str, slots: Layout, num_ranks: int, tmp_path: Path
 ) -> None:
-    source = FAMILIES[family](tmp_path / "model")
+    make = FAMILIES[family] if num_ranks == 1 else DIVIDED[family][0]
+    source = make(tmp_path / "model")
     renderer = make_renderer(source)
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
     models = {
