@@ -243,6 +243,12 @@ def linear_attention(text_config: PretrainedConfig) -> LinearAttention:
     return LinearAttention(heads, values, text_config.linear_key_head_dim, 2 * keys + values, convolved)
 
 
+def layer_state_bytes(text_config: PretrainedConfig) -> int:
+    """Return the bytes of a state of a layer of linear attention, in float32."""
+    shape = linear_attention(text_config)
+    return shape.values * shape.key_width * BYTES_PER_NUMBER["float32"]
+
+
 def state_bytes_per_sequence(text_config: PretrainedConfig, dtype: str) -> int:
     """Return the bytes of a sequence's state in all layers of linear attention; its heads' states are counted in
     float32."""
@@ -251,5 +257,4 @@ def state_bytes_per_sequence(text_config: PretrainedConfig, dtype: str) -> int:
         return 0
     shape = linear_attention(text_config)
     convolution = shape.channels * (shape.convolved - 1)
-    heads = shape.values * shape.key_width
-    return int(num_layers * (convolution * BYTES_PER_NUMBER[dtype] + heads * BYTES_PER_NUMBER["float32"]))
+    return int(num_layers * (convolution * BYTES_PER_NUMBER[dtype] + layer_state_bytes(text_config)))

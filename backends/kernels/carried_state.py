@@ -78,6 +78,14 @@ def num_kept(parents_host: Tensor) -> int:
     return len(_rows(parents_host.tolist()))
 
 
+def count_states(parents: Sequence[int]) -> int:
+    """Return how many states a layer has at most at once, in backward: those kept and their gradients, each with an
+    empty state, and four for each segment of a call: what it begins with, the gradient of that, the gradient of its
+    last state, and what is left of the call before."""
+    num_parents = len(_rows(parents))
+    return 2 * (num_parents + 1) + 4 * (min(len(parents), _AT_ONCE) + 1) if num_parents else 0
+
+
 def calls(flat: Tensor, cu_seqlens_host: Tensor, parents_host: Tensor) -> Iterator[Call]:
     """Yield the calls of a table of `Carried`."""
     lengths, parents = cu_seqlens_host.diff().tolist(), parents_host.tolist()

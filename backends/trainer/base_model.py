@@ -21,6 +21,7 @@ from tinker_server.backends.formats.load_check import (
     load_check_image,
     load_check_tokens,
 )
+from tinker_server.backends.formats.model_files import layer_state_bytes
 from tinker_server.backends.inputs.rendering import Layout, Rendered, Renderer
 from tinker_server.backends.kernels.targets import OPERATORS
 from tinker_server.backends.model_spec import ModelSpec
@@ -120,6 +121,8 @@ class BaseModel:
         """Mean and largest difference of log probabilities that is rounding."""
         self.saved_per_segment = SAVED_PER_STATE if family.has_linear_attention else 0
         """Tokens that sharing must save for each segment."""
+        self.tokens_per_state = 0.0
+        """Tokens that take as much memory as a layer's state, where memory is limited."""
         self.memory: Memory | None = None
         """The GPU's memory, if microbatches are made to fit into it."""
         self._graphs: Graphs | None = None
@@ -135,6 +138,9 @@ class BaseModel:
                 progress.does("measures memory")
                 layers = Recomputation(model.get_decoder().layers, offloads=config.offloads_inputs)
                 self.memory = self._measure_memory(layers, world, config.placement.trainer_bytes)
+                if carries:
+                    of_rank = self.memory.tokens_as_large_as(layer_state_bytes(model.config.get_text_config()))
+                    self.tokens_per_state = max(gather_objects(of_rank, world))  # all ranks plan alike
             # A graph would hold collectives.
             can_be_captured = not self.is_coupled and all(map(can_be_compiled, model.get_decoder().layers))
             if self.packs and can_be_captured:

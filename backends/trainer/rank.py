@@ -302,7 +302,13 @@ class TrainerRank:
         layouts = check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
         prefixes, whole_below = None, self.base.whole_below
         if whole_below is not None and len(layouts) > 1:
-            make = partial(Prefixes, whole_below=whole_below, saved_per_segment=self.base.saved_per_segment)
+            base = self.base
+            make = partial(
+                Prefixes,
+                whole_below=whole_below,
+                saved_per_segment=base.saved_per_segment,
+                tokens_per_state=base.tokens_per_state,
+            )
             tell_apart = self.base.tell_apart((new.owner, new.model_id), loss_input.data, layouts)
             prefixes = find_prefixes(loss_input.data, layouts, make, tell_apart)
         replaced = sent.loss_fn != loss_input.loss_fn

@@ -173,6 +173,10 @@ class Memory:
         """Return the tokens of the largest microbatch that takes this part of all memory without checkpointing."""
         return max(0, int((part * self._limit_bytes - self._costs.constant) / self._costs.per_token))
 
+    def tokens_as_large_as(self, size_bytes: int) -> float:
+        """Return the tokens, with all layers checkpointed, that take so many bytes."""
+        return size_bytes / self._costs.least_per_token
+
     def layers_for(self, num_tokens: int) -> int:
         """Return how many layers to checkpoint so that a microbatch of this many tokens fits now."""
         return self._costs.layers_for(num_tokens, self._free_bytes)

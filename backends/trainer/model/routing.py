@@ -6,6 +6,7 @@ whole or not at all.
 T tokens of a datum, L layers of the decoder, K experts of a token
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -58,12 +59,18 @@ def identify_with_routing(
 
 
 def _routes(experts_TLK: np.ndarray | None, layout: Layout) -> list[bytes]:
-    """Return the experts of each token, empty where they are not known; of an image's, those of the whole image."""
+    """Return for each token what its experts are known by, empty where they are not known; for an image's, those of the
+    whole image."""
     if experts_TLK is None:
         return [b""] * layout.num_tokens
     known_T = (experts_TLK != UNKNOWN).any(axis=(1, 2))
-    routes = [row.tobytes() if known else b"" for row, known in zip(experts_TLK, known_T, strict=True)]
+    routes = [_digest(row) if known else b"" for row, known in zip(experts_TLK, known_T, strict=True)]
     for span in layout.spans:
         tokens = slice(span.offset, span.offset + span.num_tokens)
-        routes[tokens] = [experts_TLK[tokens].tobytes() if known_T[tokens].any() else b""] * span.num_tokens
+        routes[tokens] = [_digest(experts_TLK[tokens]) if known_T[tokens].any() else b""] * span.num_tokens
     return routes
+
+
+def _digest(experts: np.ndarray) -> bytes:
+    """Return 16 bytes in place of the kilobytes that a token of many layers has: those of a whole batch are kept."""
+    return hashlib.blake2b(experts.tobytes(), digest_size=16).digest()

@@ -8,6 +8,7 @@ repeated step, decide alike.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy as np
 
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
 from tinker_server.backends.inputs.rendering import Layout, images_of
+from tinker_server.backends.kernels.carried_state import count_states
 
 LEAST_SAVED = 128
 """Tokens that sharing must save: fewer change rounding for nothing."""
@@ -150,13 +152,20 @@ def identify(model_inputs: Sequence[tuple[ModelInput, Layout]]) -> list[np.ndarr
 class Prefixes:
     """How many tokens the datums of a batch have in common."""
 
-    def __init__(self, identities: Sequence[np.ndarray], whole_below: int = 0, saved_per_segment: int = 0) -> None:
+    def __init__(
+        self,
+        identities: Sequence[np.ndarray],
+        whole_below: int = 0,
+        saved_per_segment: int = 0,
+        tokens_per_state: float = 0.0,
+    ) -> None:
         """`identities` [N] int64 are equal where a model sees the same, negative at images. Microbatches of text of
         fewer tokens than `whole_below` share nothing. A split saves at least `saved_per_segment` tokens for each
-        segment behind it."""
+        segment behind it. A state that layers carry takes as much memory as `tokens_per_state`."""
         self._lengths = list(map(len, identities))
         self._whole_below = whole_below
         self._saved_per_segment = saved_per_segment
+        self._tokens_per_state = tokens_per_state
         self._has_images = [bool((tokens_N < 0).any()) for tokens_N in identities]
         # Bytes sort as numbers from 0 on do, a datum before those that it begins.
         keys = [(tokens_N - np.iinfo(np.int64).min).astype(">u8").tobytes() for tokens_N in identities]
@@ -175,8 +184,15 @@ class Prefixes:
         return hashlib.sha256(np.array(self._order, np.int64).tobytes() + self._common.tobytes()).hexdigest()
 
     def num_tokens(self, datums: Sequence[int]) -> int:
-        """Count the tokens that are computed for some datums in one microbatch."""
-        return self.trie(datums).num_tokens
+        """Count the tokens that are computed for some datums in one microbatch, and those whose memory its states
+        take."""
+        return self._size(self.trie(datums))
+
+    def _size(self, trie: Trie) -> int:
+        if not self._tokens_per_state:
+            return trie.num_tokens
+        states = count_states([segment.parent for segment in trie.segments])
+        return trie.num_tokens + math.ceil(states * self._tokens_per_state)
 
     def trie(self, datums: Sequence[int], *, alone: bool = True) -> Trie:
         """Return the trie of some datums, numbered by their places in `datums`; `alone`: the microbatch has no others
@@ -194,7 +210,7 @@ class Prefixes:
         there. Several have at most `max_tokens`, and no more than each of the microbatches `side_by_side` then has."""
         alone = max_tokens < self._whole_below  # else what is whole fits
         trie = self.trie(range(len(self._lengths)), alone=False)
-        most = min(max_tokens, -(-trie.num_tokens // side_by_side))
+        most = min(max_tokens, -(-self._size(trie) // side_by_side))
         by_root: dict[int, list[int]] = {}
         for datum in self._order:
             number = trie.last[datum]
@@ -202,15 +218,15 @@ class Prefixes:
                 number = parent
             by_root.setdefault(number, []).append(datum)
         units = [sorted(unit) for datums in by_root.values() for unit in self._fitting(datums, most, alone=alone)]
-        return [(unit, self.trie(unit, alone=alone).num_tokens) for unit in sorted(units)]
+        return [(unit, self._size(self.trie(unit, alone=alone))) for unit in sorted(units)]
 
     def _fitting(self, datums: Sequence[int], max_tokens: int, *, alone: bool) -> Iterator[list[int]]:
-        if self.trie(datums, alone=alone).num_tokens <= max_tokens:
+        if self._size(self.trie(datums, alone=alone)) <= max_tokens:
             yield list(datums)
             return
         unit: list[int] = []
         for datum in datums:
-            if unit and self.trie([*unit, datum], alone=alone).num_tokens > max_tokens:
+            if unit and self._size(self.trie([*unit, datum], alone=alone)) > max_tokens:
                 yield unit
                 unit = []
             unit.append(datum)

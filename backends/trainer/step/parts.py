@@ -7,6 +7,7 @@ layers of the decoder
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,16 +106,17 @@ def pack_parts(
 def _find_experts(parts: Sequence[Part], replay: RouterReplay, num_tokens: int) -> Tensor:
     """Return [L, T, K], as `Microbatch.experts_LTK`; the requests' shares get the number of tokens with known
     routing."""
-    found = []
+    found: list[tuple[int, np.ndarray | None]] = []
     for part in parts:
-        request, of_datums = part.request, []
-        for index, datum in zip(part.indices, part.rendered, strict=True):
+        request, segments = part.request, (part.trie or keep_whole(part.lengths)).segments
+        of_segments: list[tuple[int, np.ndarray | None]] = [(each.end - each.begin, None) for each in segments]
+        for place, (index, datum) in enumerate(zip(part.indices, part.rendered, strict=True)):
             names = request.owner, request.model_id
             experts = find_experts(replay, names, index, request.data[index], datum)
             request.share.replayed[index] = 0 if experts is None else num_known(experts)
-            of_datums.append(experts)
-        for segment in (part.trie or keep_whole(part.lengths)).segments:
-            experts = of_datums[segment.datum]
-            own = None if experts is None else experts[segment.begin : segment.end]
-            found.append((segment.end - segment.begin, own))
+            for number, segment in enumerate(segments):
+                if experts is not None and segment.datum == place:
+                    # A copy: what the datum has in common with others is not kept.
+                    of_segments[number] = segment.end - segment.begin, experts[segment.begin : segment.end].copy()
+        found += of_segments
     return replay.batch(found, num_tokens)

@@ -1,6 +1,7 @@
 """Files of expert routing, and router replay."""
 
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -483,3 +484,16 @@ def test_replay_is_refused_if_no_model_has_experts_and_skipped_for_those_without
     described = describe_models(both, Machine(8 << 30))
     assert described["dense"].spec.routing_dir is None
     assert described["mixture"].spec.routing_dir is not None
+
+
+def test_what_tells_datums_apart_does_not_grow_with_a_models_layers() -> None:
+    num_datums, num_tokens, random, peaks = 40, 100, np.random.default_rng(0), []
+    for num_layers in (4, 94):
+        experts = random.integers(0, 128, (num_datums, num_tokens, num_layers, 8)).astype(np.int16)
+        given = [np.arange(num_tokens)] * num_datums, [Layout(num_tokens, [])] * num_datums
+        tracemalloc.start()
+        found = np.concatenate(identify_with_routing(*given, experts.__getitem__))
+        peaks.append(tracemalloc.get_traced_memory()[1] / len(found))
+        tracemalloc.stop()
+        assert len(set(found.tolist())) == num_datums * num_tokens, "no two tokens have the same experts"
+    assert peaks[1] < peaks[0] + 100, "bytes of a token; its experts in 94 layers are 1,504"

@@ -1,10 +1,14 @@
 """States of tries of segments: a segment begins where the segment before it ends, and gradients are added."""
 
+import weakref
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tries import STATES, paths_of
 from tinker_server.backends.kernels import carried_state
@@ -77,3 +81,46 @@ def test_a_convolution_reads_the_last_tokens_before_a_segment(lengths: list[int]
             of_others = [other if other < begin else -1 for other in before]
             assert found.pop(token, [-1] * MOST_BEFORE) == of_others
     assert not found
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors of some dimensions at once that were made inside."""
+
+    def __init__(self, dimensions: int) -> None:
+        super().__init__()
+        self.most, self._held, self._dimensions = 0, 0, dimensions
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.ndim == self._dimensions:
+            storage = found.untyped_storage()
+            if storage not in self._known:
+                self._known.add(storage)
+                self._held += (size := storage.nbytes())
+                weakref.finalize(storage, self._free, size)
+                self.most = max(self.most, self._held)
+        return found
+
+    def _free(self, size: int) -> None:
+        self._held -= size
+
+
+@pytest.mark.parametrize(("lengths", "parents"), TRIES, ids=str)
+def test_backward_has_at_most_as_many_states_as_are_counted(lengths: list[int], parents: list[int]) -> None:
+    (flat, _, parents_host), bounds = tables_of(lengths, parents)
+    of, shape = list(carried_state.calls(flat, bounds, parents_host)), (3, 4, 5)
+
+    def last(inputs: Sequence[Tensor], cu: Tensor, begins: Tensor | None, keeps: bool) -> Any:
+        return tuple(inputs), torch.ones(len(cu), *shape) if keeps else None
+
+    def of_begins(saved: Sequence[Tensor], cu: Tensor, begins: Tensor | None, of_last: Tensor | None) -> Any:
+        return tuple(saved), None if begins is None else torch.ones(len(cu), *shape)
+
+    tokens = [torch.zeros(sum(lengths), 2)]
+    with Peak(dimensions=4) as peak:
+        kept = torch.zeros(carried_state.num_kept(parents_host) + 1, *shape)
+        run(tokens, of, kept, last)
+        run_backward(tokens, of, kept, of_begins)
+    counted = carried_state.count_states(parents) * kept[0].nbytes
+    assert counted / 3 < peak.most <= counted

@@ -114,6 +114,15 @@ def test_where_states_are_carried_each_segment_saves_a_chunk() -> None:
         assert (Prefixes(group, saved_per_segment=64).trie(range(len(group))).saved > 0) == is_shared
 
 
+def test_states_count_as_tokens_of_a_microbatch() -> None:
+    groups = [np.concatenate([text(600, seed), text(20, 10 * seed + one)]) for seed in (1, 2, 3) for one in range(4)]
+    prefixes = Prefixes(groups, tokens_per_state=10)
+    assert prefixes.num_tokens(range(4)) == 680 + 10 * (2 * 2 + 4 * 6)
+    assert prefixes.num_tokens([0, 4, 8]) == 3 * 620, "nothing is shared, so that no state is kept"
+    assert [num_tokens for _, num_tokens in prefixes.units(1200)] == [960] * 3
+    assert all(num_tokens <= 940 for _, num_tokens in prefixes.units(940))
+
+
 def test_groups_of_one_short_common_beginning_share_their_own_prompts_alone() -> None:
     system = text(20, 0)
     prompts = [np.concatenate([system, text(600, seed)]) for seed in (1, 2)]
