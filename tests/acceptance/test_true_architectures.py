@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def server_of_true_models(
 
 @contextmanager
 def serving(
-    folder: Path, models: Mapping[str, Path], cookbook_of_session: Cookbook, **settings: object
+    folder: Path, models: Mapping[str, Path], cookbook_of_session: Cookbook, **settings: Any
 ) -> Iterator[Cookbook]:
     """Serve models in `folder` beside the photographs of the other server's folder."""
     for directory in models.values():  # the renderers of Qwen3.5 want each of these to be one token
@@ -95,7 +96,11 @@ def test_vlm_classifier_trains_a_mixture_in_fp8_that_ranks_divide(
     make, num_ranks = DIVIDED_IN_FP8["Qwen3.5 MoE"]
     folder = tmp_path / "folder"
     models = {DEFAULT: quantise_in_blocks(make(tmp_path / "whole"), folder / DEFAULT)}
-    settings = {"backend__ranks": 2, "backend__tensor_parallel": num_ranks, "backend__base_precision": "fp8"}
+    settings: dict[str, Any] = {
+        "backend__ranks": 2,
+        "backend__tensor_parallel": num_ranks,
+        "backend__base_precision": "fp8",
+    }
     with serving(folder, models, cookbook_of_session, **settings) as cookbook:
         directory = cookbook.new_folder("vlm")
         cookbook.run("vlm_classifier.train", f"experiment_dir={directory}", "dataset=caltech101")

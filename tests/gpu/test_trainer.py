@@ -139,7 +139,8 @@ async def test_two_gpus_that_share_a_mixture_in_fp8_are_as_one(tmp_path):
         [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
     ]
     weights: list[dict[str, torch.Tensor]] = []
-    for dtype, num_ranks in (("float32", 1), ("bfloat16", 1), ("bfloat16", 2)):
+    kinds: list[tuple[Literal["float32", "bfloat16"], int]] = [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)]
+    for dtype, num_ranks in kinds:
         settings = dataclasses.replace(
             config(source, max_tokens=60),
             dtype=dtype,

@@ -3,8 +3,10 @@
 pytest tests/unit/backends/configure/test_fp8_parts.py
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +31,14 @@ def test_a_mixture_in_fp8_has_ranks_of_trainer_and_engine(kind: str, tmp_path: P
 
 def test_matrices_whose_blocks_ranks_would_divide_are_refused_by_name(tmp_path: Path) -> None:
     wide = partial(make_tiny_of, "qwen3_moe", **{**EXPERTS, "moe_intermediate_size": 384})
-    linear = partial(
-        make_tiny_qwen3_5, moe=True, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
-        moe_intermediate_size=256,
-    )  # fmt: skip
-    for make, name in ((wide, r"mlp\.experts\.\d\.(gate|up|down)_proj"), (linear, r"linear_attn\.in_proj_qkv")):
-        source = quantise_in_blocks(make(tmp_path / f"{name} whole"), tmp_path / f"{name} quantised")
+    sizes: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    linear = partial(make_tiny_qwen3_5, moe=True, **sizes, moe_intermediate_size=256)
+    makers: dict[str, Callable[[Path], Path]] = {
+        r"mlp\.experts\.\d\.(gate|up|down)_proj": wide,
+        r"linear_attn\.in_proj_qkv": linear,
+    }
+    for number, (name, make) in enumerate(makers.items()):
+        source = quantise_in_blocks(make(tmp_path / f"{number} whole"), tmp_path / f"{number} quantised")
         config = BackendConfig(models={"a": str(source)}, device="cpu", base_precision="fp8", tensor_parallel=2)
         with pytest.raises(BackendFailed, match=rf"tensor_parallel 2 .* base_precision fp8: .* blocks of .*{name}"):
             find("a", source, config, MACHINE)
