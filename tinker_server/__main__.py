@@ -19,7 +19,7 @@ from tinker_server.backends.protocol import BackendFailed, Unavailable
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.commands.admin import administrate
 from tinker_server.commands.backup import back_up, restore
-from tinker_server.commands.doctor import diagnose
+from tinker_server.commands.doctor import diagnose, read_own_layout
 from tinker_server.commands.join import belong
 from tinker_server.commands.keyless_runs import advise
 from tinker_server.commands.status import Status
@@ -87,7 +87,10 @@ def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
                 print(runner.run(advise(settings)), end="", file=sys.stderr)  # scripts read the key from the output
         return 0
     if arguments.command == "doctor":
-        diagnose(settings.resolve_backend(), arguments.gpu, as_json=arguments.json, shows_changes=arguments.changes)
+        with asyncio.Runner() as runner:
+            own = runner.run(read_own_layout(settings.resolve_database_url()))
+        config, shows = settings.resolve_backend(), arguments.changes
+        diagnose(config, arguments.gpu, own, as_json=arguments.json, shows_changes=shows)
         return 0
     if arguments.command == "verify":
         print(f"{arguments.file}: signed by this server: {verify(settings.data_dir, arguments.file)}")

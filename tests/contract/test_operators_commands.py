@@ -27,7 +27,10 @@ from tests.dashboard import Owner
 from tests.databases import fresh_database
 from tests.fake_server import Running
 from tests.killing import run_script
+from tests.models import FAMILIES
 from tinker_server.__main__ import main
+from tinker_server.api_schemas.sessions import CreateSessionRequest
+from tinker_server.api_schemas.training import Trainable
 from tinker_server.auth import keys
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.create import examine
@@ -40,6 +43,10 @@ from tinker_server.commands.tables import console, keys_table
 from tinker_server.dashboard.rendering import short
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
+from tinker_server.store.database import Database
+from tinker_server.store.runs import RunStore
+from tinker_server.store.sessions import SessionStore
+from tinker_server.weights.copying import run_of_weights
 
 AGE = "tinker_backup_age_seconds"
 
@@ -410,6 +417,36 @@ def test_doctor_says_how_many_ranks_compute_a_microbatch(tiny_text: Path) -> Non
     report(examine(config, "H200:2"), lines.append)
     (place,) = [line for line in lines if line.startswith("tiny: trainer")]
     assert "on GPU 0, 1, " in place and "the whole base, 2 for the tokens of each microbatch; " in place
+
+
+async def test_doctor_plans_slots_for_the_runs_of_the_data_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = FAMILIES["Qwen3 MoE"](tmp_path / "model")
+    asked = ["tinker-server", "doctor", "--data-dir", str(tmp_path / "data"), "--model", f"tiny={source}", "--json"]
+    monkeypatch.setattr(sys, "argv", asked)
+
+    async def slots() -> tuple[str, str]:
+        assert await asyncio.to_thread(main) == 0
+        shown = capsys.readouterr()
+        (model,) = json.loads(shown.out)["models"]
+        return model["spec"]["expert_slots"], shown.err
+
+    capsys.readouterr()
+    settings = Settings(data_dir=tmp_path / "data")
+    assert await slots() == ("service", "") and not (settings.data_dir / "tinker-server.db").exists()
+    settings.data_dir.mkdir(exist_ok=True)
+    db = Database(settings.resolve_database_url())
+    await db.migrate()
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, "local")
+    own = Trainable(rank=8, seed=1, layout="own")
+    run = run_of_weights("local", (session_id, 0), ("tiny", None), own, 1.0)
+    await RunStore(db).add(replace(run, status="suspended"))
+    assert (await slots())[0] == "own"
+    await db.close()
+    (settings.data_dir / "tinker-server.db").write_bytes(b"no database" * 100)
+    form, said = await slots()
+    assert form == "service" and "planned as without runs and weights: the database cannot be read: " in said
 
 
 def test_doctor_without_a_model_names_what_is_installed() -> None:

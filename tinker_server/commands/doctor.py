@@ -1,26 +1,45 @@
 """`tinker-server doctor`: reports what this machine can serve, without loading a model."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from rich.table import Table
+from sqlalchemy import URL
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinker_server.backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch
 from tinker_server.backends.configure.torchvision_check import require_torchvision
-from tinker_server.backends.protocol import BackendFailed
+from tinker_server.backends.protocol import NO_RUNS, BackendFailed, OwnLayout
 from tinker_server.commands.tables import show
 from tinker_server.models.admission import MAX_IMAGE_BYTES
+from tinker_server.store.own_layout import bases_of_own_layout
+from tinker_server.store.reading import open_for_reading
 
 GIB = 1 << 30
 
 
-def diagnose(config: BackendConfig, gpus: str | None, *, as_json: bool, shows_changes: bool) -> None:
+async def read_own_layout(database_url: str | URL) -> OwnLayout:
+    """Return the models that a server on this database would need slots of the layout `own` for. Prints why it does
+    not know if it cannot be read."""
+    try:
+        async with open_for_reading(database_url) as session:
+            return NO_RUNS if session is None else await bases_of_own_layout(session)
+    except (SQLAlchemyError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"planned as without runs and weights: the database cannot be read: {reason}", file=sys.stderr)
+        return NO_RUNS
+
+
+def diagnose(
+    config: BackendConfig, gpus: str | None, own: OwnLayout = NO_RUNS, *, as_json: bool, shows_changes: bool
+) -> None:
     """Run the command: print what `examine` finds. Raises BackendFailed if a model cannot be served."""
     require_torchvision()
     from tinker_server.backends.configure.create import examine as examine_backend  # slow to import: brings torch
 
-    found = examine_backend(config, gpus)
+    found = examine_backend(config, gpus, own)
     if as_json:
         print(json.dumps(asdict(found), default=str))
         if found.problem is not None:

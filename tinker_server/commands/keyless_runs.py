@@ -1,17 +1,12 @@
 """Runs that a server made before it had API keys. They belong to the owner LOCAL, and a key of this name opens them."""
 
-from pathlib import Path
-
 from sqlalchemy import text
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from tinker_server.auth import keys
 from tinker_server.settings import Settings
-
-CONNECT_S = 5.0
-"""Seconds to wait for the database: the key has been made, and only this advice waits."""
+from tinker_server.store.reading import open_for_reading
 
 
 async def advise(settings: Settings) -> str:
@@ -34,21 +29,8 @@ async def advise(settings: Settings) -> str:
 
 
 async def _count_runs(database_url: str | URL) -> int:
-    url = _for_reading(make_url(database_url))
-    if url is None:
-        return 0
-    engine = create_async_engine(url, connect_args={"timeout": CONNECT_S})
-    try:
-        async with engine.connect() as connection:
-            query = text("SELECT count(*) FROM training_runs WHERE owner = :owner")
-            return int(await connection.scalar(query, {"owner": keys.LOCAL}) or 0)
-    finally:
-        await engine.dispose()
-
-
-def _for_reading(url: URL) -> URL | None:
-    """Return the URL under which a database is read and nothing is created; None if there is no database yet."""
-    if url.get_backend_name() != "sqlite":
-        return url
-    file = Path(str(url.database)).absolute()
-    return url.set(database=file.as_uri(), query={"mode": "ro", "uri": "true"}) if file.is_file() else None
+    async with open_for_reading(database_url) as session:
+        if session is None:
+            return 0
+        query = text("SELECT count(*) FROM training_runs WHERE owner = :owner")
+        return int(await session.scalar(query, {"owner": keys.LOCAL}) or 0)

@@ -5,11 +5,10 @@ from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import JSON, Select, Table, func, or_, select, true, type_coerce, update
+from sqlalchemy import Select, Table, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.backends.lru import LRU
-from tinker_server.backends.protocol import OwnLayout
 from tinker_server.errors import BadRequest, ModelIdTaken, UnknownModel
 from tinker_server.store.database import Database, delete_where
 from tinker_server.store.directories import claim, release
@@ -38,21 +37,6 @@ class RunStore:
         self._cached: LRU[str, TrainingRun] = LRU(cached_bytes, held_bytes)
         self._ended: set[str] = set()
         """Runs in memory that had ended at the last call of `forget_ended`."""
-
-    async def bases_of_own_layout(self) -> OwnLayout:
-        """Return the base models with a run that can go on, or saved weights, of the layout `own`, which is that of
-        records that name none."""
-        found: dict[str, set[str]] = {"train_mlp": set(), "train_attn": set()}
-        async with self._db.read() as session:
-            for row, is_there in ((TrainingRunRow, TrainingRunRow.status != "lost"), (CheckpointRow, true())):
-                trainable = type_coerce(row.trainable, JSON)
-                layout = trainable["layout"].as_string()
-                is_own = or_(layout.is_(None), layout == "own")
-                for flag, names in found.items():
-                    trains = trainable[flag].as_boolean()
-                    query = select(row.base_model).where(is_there, is_own, or_(trains.is_(None), trains))
-                    names.update(await session.scalars(query.distinct()))
-        return OwnLayout(frozenset(found["train_mlp"]), frozenset(found["train_attn"]))
 
     async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
         """Store a run; for copied weights also their checkpoint, whose model is never in memory.

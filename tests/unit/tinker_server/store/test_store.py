@@ -45,6 +45,7 @@ from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures.records import Accepted, Operation, Result
 from tinker_server.store.futures.store import TOMBSTONES_KEPT_S, FutureStore
+from tinker_server.store.own_layout import bases_of_own_layout
 from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
 from tinker_server.store.run_search import MAX_WORDS, words_of
 from tinker_server.store.runs import RunStore
@@ -418,6 +419,11 @@ async def test_a_checkpoint_is_replaced_expires_and_is_deleted(db: Database) -> 
 async def test_bases_are_known_whose_runs_or_weights_have_the_own_layout(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     runs, shared = RunStore(db), Trainable(rank=8, seed=1, layout="service")
+
+    async def own_layout() -> OwnLayout:
+        async with db.read() as session:
+            return await bases_of_own_layout(session)
+
     own = shared.model_copy(update={"layout": "own"})
     kinds = {
         "shared": shared,
@@ -429,11 +435,11 @@ async def test_bases_are_known_whose_runs_or_weights_have_the_own_layout(db: Dat
     for number, (base, trainable) in enumerate(kinds.items()):
         status = "lost" if base == "ended" else "suspended"
         await runs.add(replace(run(session_id, number), base_model=base, trainable=trainable, status=status))
-    assert await runs.bases_of_own_layout() == OwnLayout({"own", "no attention"}, {"own", "no experts"})
+    assert await own_layout() == OwnLayout({"own", "no attention"}, {"own", "no experts"})
     await CheckpointStore(db).put(replace(checkpoint("saved"), base_model="saved", trainable=own))
     await db.change(lambda session: session.execute(text("UPDATE training_runs SET trainable = '{\"rank\": 8}'")))
     all_of_them = {"saved", "own", "shared", "no experts", "no attention"}  # as older servers wrote them
-    assert await runs.bases_of_own_layout() == OwnLayout(all_of_them, all_of_them)
+    assert await own_layout() == OwnLayout(all_of_them, all_of_them)
 
 
 async def test_a_sampling_session_is_made_once(db: Database) -> None:
