@@ -24,7 +24,7 @@ from tests.fake_server import Running
 from tests.fakes import ADAPTER
 from tests.uploading import FILES, Started
 from tests.waiting import wait_until
-from tinker_server.backends.protocol import LoadedModel, ModelLost
+from tinker_server.backends.protocol import InvalidInput, LoadedModel, ModelLost
 from tinker_server.store.uploads import CONFIG_BYTES, KEPT_S
 
 CONFIG = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 32}'
@@ -359,6 +359,18 @@ def test_a_file_that_comes_while_an_upload_is_finished_does_not_replace_a_checke
             assert not seen, "the file that comes is waited for, and checked"
             late.sendall(body[-1:])
             assert finishing.result().status_code == 400 and not seen
+
+
+def test_an_upload_that_engines_have_no_slots_for_is_refused_with_the_remedy(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise InvalidInput("experts have factors of their own (setting backend.lora_layout service; own takes both)")
+
+    monkeypatch.setattr(server.backend.tiny.sampler, "publish", refuse)
+    refused = Started.of(server.http, "tiny").put(CONTENT).finish()
+    assert refused.status_code == 400
+    assert "(setting backend.lora_layout service; own takes both)" in refused.json()["detail"]
 
 
 def test_uploads_are_deleted_some_time_after_their_links_have_ended(server: Running) -> None:
