@@ -42,13 +42,19 @@ train at once. A dash means that eight cards of one machine are too few. With `*
 
 """
 IN_FP8 = {
-    **{name: MODELS[name] for name in ("8b-text", "32b", "70b")},
+    "9b": "Qwen3.5-9B, images",
+    **{name: MODELS[name] for name in ("8b-text", "32b")},
+    "Qwen/Qwen3.6-27B": "Qwen3.6-27B, images",
+    "30b-a3b": MODELS["30b-a3b"],
+    "Qwen/Qwen3.6-35B-A3B": "Qwen3.6-35B-A3B, images, experts",
+    "70b": MODELS["70b"],
     "235b-a22b": "Qwen3-VL-235B-A22B, images, experts",
 }
 FP8_HEAD = """
 ## Bases in fp8
 With `--base-precision fp8`, the linears and experts of a decoder that is published in fp8 by blocks stay so, in trainer
-and engine, in one copy if they fit on one card. This table is for such files.
+and engine, in one copy if they fit on one card. Of files that are not quantised, both make the same fp8 at load. This
+table is for either.
 
 """
 COOKBOOK_HEAD = """

@@ -13,6 +13,7 @@ from tinker_server.backends.configure.describe import pack_linears, read_size
 from tinker_server.backends.configure.fp8_parts import Fp8Parts
 from tinker_server.backends.configure.model_size import ModelSize
 from tinker_server.backends.families.coverage import decoder_matrices
+from tinker_server.backends.families.lora_names import NOT_IN_FP8
 from tinker_server.backends.formats.block_fp8 import BLOCK
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -48,5 +49,7 @@ def shape(
         if not in_fp8:
             return size
         modules = decoder_matrices(renderer.family, renderer.config, directory).values()
-        matrices = {name: sizes for named in modules for name, sizes in named.items()}
+        named = {name: sizes for of_module in modules for name, sizes in of_module.items()}
+        kept = tuple(f".{linear}.weight" for linear in NOT_IN_FP8)
+        matrices = {name: sizes for name, sizes in named.items() if not name.endswith(kept)}
         return pack_linears(size, Fp8Parts(matrices, renderer.config.get_text_config()))
