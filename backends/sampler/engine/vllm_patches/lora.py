@@ -94,8 +94,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
                     lora_model.loras[layer] = _pack_experts(stacks, layer)
             elif (parts := engine_slices(layer)) and parts[0] in lora_model.loras:
                 found = [lora_model.loras.pop(part, None) for part in parts]
-                found += [None] * (module.n_slices - len(parts))
-                lora_model.loras[layer] = PackedLoRALayerWeights.pack(found)
+                lora_model.loras[layer] = pack_slices(found, module.n_slices, layer)
         super()._create_merged_loras_inplace(lora_model)
         for layer, module in self.modules.items():
             if isinstance(module, FusedMoEWithLoRA) and layer in lora_model.loras:
@@ -111,6 +110,16 @@ def require_unpadded(config: FusedMoEConfig, layer: str) -> None:
             f" the engine pads the inner width of the experts of {layer} on each rank from {width} to {padded}, and"
             " would give ranks wrong parts of their adapters; set it to 1"
         )
+
+
+def pack_slices(parts: list[LoRALayerWeights | None], num_slices: int, layer: str) -> PackedLoRALayerWeights:
+    """Return the adapters of a linear's first slices in one. Raises ValueError for a linear with fewer slices."""
+    if num_slices < len(parts):
+        raise ValueError(
+            f"{layer} has adapters of {len(parts)} parts (LoRA layout service), and in the engine it has no slices for"
+            " them: train with setting backend.lora_layout own"
+        )
+    return PackedLoRALayerWeights.pack([*parts, *[None] * (num_slices - len(parts))])
 
 
 def _fit_experts(packed: PackedLoRALayerWeights, module: FusedMoEWithLoRA, layer: str) -> None:
