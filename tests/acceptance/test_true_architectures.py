@@ -1,10 +1,8 @@
 """The names that recipes have by default, served as what they name: random models of the true architecture."""
 
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +12,8 @@ from safetensors.torch import load_file
 from tinker import types
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from tests.acceptance.recipes import PYTHON, Cookbook, Run
-from tests.models import DIVIDED_IN_FP8, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
+from tests.acceptance.recipes import PYTHON, Cookbook
+from tests.models import make_tiny_qwen3_5, make_tiny_vl
 from tests.published import COOKBOOK, NOT_FOUND
 from tests.servers import Server
 
@@ -36,21 +34,12 @@ def server_of_true_models(
         DEFAULT: make_tiny_qwen3_5(folder / DEFAULT, moe=True),
         NAMED: make_tiny_vl(folder / NAMED, moe=True),
     }
-    with serving(folder, models, cookbook_of_session) as cookbook:
-        yield cookbook
-
-
-@contextmanager
-def serving(
-    folder: Path, models: Mapping[str, Path], cookbook_of_session: Cookbook, **settings: Any
-) -> Iterator[Cookbook]:
-    """Serve models in `folder` beside the photographs of the other server's folder."""
     for directory in models.values():  # the renderers of Qwen3.5 want each of these to be one token
         tokenizer = AutoTokenizer.from_pretrained(directory)
         tokenizer.add_tokens(["<think>", "</think>"])
         tokenizer.save_pretrained(directory)
     (folder / "dpdl-benchmark").symlink_to(cookbook_of_session.folder / "dpdl-benchmark")
-    server = Server(folder.parent / "data", models, **settings).start()
+    server = Server(folder.parent / "data", models).start()
     yield Cookbook(folder, server)
     assert server.stop() == 0, server.log.read_text()[-4000:]
 
@@ -87,27 +76,6 @@ def test_vlm_classifier_at_its_defaults(true_cookbook: Cookbook, shows, argument
         f"train NLL {losses[0]:.2f} -> {losses[-1]:.2f}",
         true_cookbook,
     )
-
-
-def test_vlm_classifier_trains_a_mixture_in_fp8_that_ranks_divide(
-    cookbook_of_session: Cookbook, shows, tmp_path: Path
-) -> None:
-    """Two ranks share the trainer's base, and two have parts of the engine's."""
-    make, num_ranks = DIVIDED_IN_FP8["Qwen3.5 MoE"]
-    folder = tmp_path / "folder"
-    models = {DEFAULT: quantise_in_blocks(make(tmp_path / "whole"), folder / DEFAULT)}
-    settings: dict[str, Any] = {
-        "backend__ranks": 2,
-        "backend__tensor_parallel": num_ranks,
-        "backend__base_precision": "fp8",
-    }
-    with serving(folder, models, cookbook_of_session, **settings) as cookbook:
-        directory = cookbook.new_folder("vlm")
-        cookbook.run("vlm_classifier.train", f"experiment_dir={directory}", "dataset=caltech101")
-        (log_dir,) = (path.parent for path in directory.rglob("metrics.jsonl"))
-        losses = Run(log_dir, 0, "").column("train_mean_nll")
-        assert losses[-1] < 0.9 * losses[0]
-        shows("vlm_classifier.train, divided in fp8", f"train NLL {losses[0]:.2f} -> {losses[-1]:.2f}", cookbook)
 
 
 @pytest.mark.parametrize("name", [DEFAULT, NAMED])
