@@ -108,13 +108,17 @@ def sensible(name: str, body: Any, known: dict[str, str]) -> Any:
     return changed
 
 
+NESTED = (list, dict)
+
+
 def with_known(value: Any, known: dict[str, str]) -> Any:
     """A request that means what there is, with three of four names; which, depends on the request alone."""
-    if isinstance(value, list):
-        return [with_known(part, known) for part in value]
+    if isinstance(value, list):  # some have a great many numbers
+        return [with_known(part, known) if isinstance(part, NESTED) else part for part in value]
     if not isinstance(value, dict):
         return value
-    number = zlib.crc32(repr(value).encode(errors="replace"))
+    has_names = any(key in known and isinstance(part, str) for key, part in value.items())
+    number = zlib.crc32(repr(value).encode(errors="replace")) if has_names else 0
     return {
         key: known[key] if key in known and isinstance(part, str) and (number >> index) % 4 else with_known(part, known)
         for index, (key, part) in enumerate(value.items())
