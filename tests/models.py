@@ -470,7 +470,7 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0, **sizes: object) -> Pat
     return directory
 
 
-LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+LATENTS: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """Sizes of a DeepSeek-V3 of which vLLM's kernels take latents."""
 
 

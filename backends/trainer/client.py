@@ -259,7 +259,8 @@ class TrainerClient:
     async def load_state(self, model: LoadedModel, directory: Path, *, with_optimizer: bool) -> None:
         """Implement the protocol."""
         loading = commands.LoadState(model.model_id, directory, with_optimizer)
-        model.size_bytes, model.layout = await self._run(model, loading)
+        made = await self._run(model, loading)
+        model.size_bytes, model.layout = made
 
     async def _load(self, ranks: list[Child]) -> None:
         starts = [commands.Start(spec) for spec in self._replicas.specs()]

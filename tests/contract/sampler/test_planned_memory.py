@@ -74,8 +74,8 @@ async def test_an_engines_parts_are_as_large_as_planned(
         scratch_dir=tmp_path / "scratch",
     )
     found = describe_models(config, Machine(64 << 30))["a"]
-    spec, size = (replace(each, latent_cache=make is keeping_latents) for each in (found.spec, found.size))
-    found = replace(found, spec=spec, size=size)
+    keeps = make is keeping_latents
+    found = replace(found, spec=replace(found.spec, latent_cache=keeps), size=replace(found.size, latent_cache=keeps))
     arguments = engine_args(found.spec, found.renderer.family.vision)
     arguments.worker_cls = "tests.measuring.Measures"
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as the launcher starts a sampler
