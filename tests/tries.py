@@ -2,6 +2,10 @@
 
 import numpy as np
 
+from tests.factories import image
+from tinker_server.api_schemas.inputs import Chunk, EncodedTextChunk
+from tinker_server.backends.trainer.model.shared_prefixes import count_common
+
 
 def random_trie(seed: int, vocab_size: int = 300) -> list[np.ndarray]:
     """Texts of a random trie of 1 to 5 levels, of 1 to 300 tokens each; some begin others, and some are equal."""
@@ -20,6 +24,32 @@ def random_trie(seed: int, vocab_size: int = 300) -> list[np.ndarray]:
     ]
     found = found[:24] + found[:1] * int(random.integers(0, 2))
     return [found[index] for index in random.permutation(len(found))]
+
+
+def depth_of(texts: list[np.ndarray]) -> int:
+    """Return the levels of the deepest text: the different beginnings that it has in common with others, and itself."""
+    depths = []
+    for number, text in enumerate(texts):
+        others = [other for place, other in enumerate(texts) if place != number]
+        depths.append(1 + len({common for other in others if 0 < (common := count_common(text, other)) < len(text)}))
+    return max(depths)
+
+
+def put_images(text: np.ndarray, first: int = 0, most: int = 2) -> list[Chunk]:
+    """Put small images into a text, each where what is before it says so: equal beginnings have equal images, if
+    `first` of the first image is the same."""
+    chunks: list[Chunk] = []
+    begin = 0
+    for place in np.flatnonzero(text % 50 == 7)[:most].tolist():
+        seed = int(text[place]) + (0 if chunks else 1000 * first)
+        chunks += [text_of(text[begin : place + 1]), image(96, 64, seed)]
+        begin = place + 1
+    return [*chunks, text_of(text[begin:])] if begin < len(text) else chunks
+
+
+def text_of(tokens: np.ndarray) -> EncodedTextChunk:
+    """Make a chunk of tokens."""
+    return EncodedTextChunk(tokens=tokens.astype(np.int32))
 
 
 STATES: list[tuple[list[int], list[int]]] = [

@@ -44,7 +44,9 @@ def steps(world: World, source: Path, sharded: bool) -> Stepped:
     assert rank.base.whole_below == 0
     if world.size == 1:
         rank.base.whole_below = None
-    return two_steps(rank, "m", cross_entropy(data()))
+    found = two_steps(rank, "m", cross_entropy(data()))
+    assert (rank.base.whole_below is None) == (world.size == 1), "the check in service finds the same numbers"
+    return found
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -77,7 +79,9 @@ def steps_in_float64(world: World, source: Path) -> Stepped:
         assert rank.base.whole_below == 0
         if world.size == 1:
             rank.base.whole_below = None
-        return two_steps(rank, "m", cross_entropy(data()))
+        found = two_steps(rank, "m", cross_entropy(data()))
+        assert (rank.base.whole_below is None) == (world.size == 1), "the check in service finds the same numbers"
+        return found
 
 
 @pytest.mark.parametrize("make", [make_tiny_qwen3_5, make_tiny_nemotron_h])

@@ -34,6 +34,7 @@ from tests.trainers import (
     together,
     trainer,
 )
+from tests.tries import random_trie, text_of
 from tinker_server.api_schemas.inputs import Datum, EncodedTextChunk, TokenRun
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models
@@ -227,6 +228,36 @@ def test_datums_share_a_beginning_as_far_as_its_routing_is_the_same(tmp_path: Pa
     for row, wanted in zip(shared.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(row["logprobs"], wanted["logprobs"], atol=1e-5)
     assert_same_gradients(found[0], found[1])
+
+
+def test_random_tries_with_replayed_routing_have_the_numbers_of_whole_datums(tmp_path: Path) -> None:
+    """All of a trie have the same experts at the same place; some have others from a place on, and some none."""
+    source = make("Qwen3-VL MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    rank = replaying(source, tmp_path / "routing", max_tokens_per_microbatch=8192, max_context_length=4096)
+    num_shared = 0.0
+    for seed in range(4):
+        random, data = np.random.default_rng(seed), []
+        for number, tokens in enumerate(random_trie(seed)):
+            data.append(datum(prompt(text_of(tokens)), renderer, number))
+            experts_TLK = experts_of(renderer, 2000, seed)[: len(tokens)].copy()
+            if number % 3 == 1:
+                place = random.integers(0, len(tokens))
+                experts_TLK[place:] = experts_of(renderer, 2000, 10 + number)[: len(tokens) - place]
+            if number % 4 != 2:
+                rendered = renderer.render(data[-1].model_input, "datum")
+                files.write(routing_name(OWNER, "m", rendered), experts_TLK)
+        outputs, found = [], []
+        for whole_below in (0, None):
+            rank.base.whole_below = whole_below
+            outputs.append(present(forward_backward(rank, "m", cross_entropy(data), True)))
+            found.append(gradients(rank, "m"))
+            lora_model(rank, "m").clear_gradient()
+        for row, wanted in zip(*(output.loss_fn_outputs for output in outputs), strict=True):
+            np.testing.assert_allclose(row["logprobs"], wanted["logprobs"], atol=1e-5)
+        assert_same_gradients(found[0], found[1])
+        num_shared += outputs[0].metrics.get("shared_tokens:sum", 0)
+    assert num_shared > 0
 
 
 def test_the_routing_of_an_image_is_the_same_as_a_whole_or_not_at_all() -> None:

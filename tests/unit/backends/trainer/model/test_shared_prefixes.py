@@ -1,19 +1,20 @@
 """The segments of datums that begin alike, for random tries: each token sees the tokens before it in its datums, and no
 other."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tries import random_trie
+from tests.tries import depth_of, random_trie
 from tinker_server.backends.trainer.model.shared_prefixes import (
     LEAST_SAVED,
     MOST_LEVELS,
     NO_PARENT,
     Prefixes,
     Trie,
+    count_common,
     join,
 )
 
@@ -37,6 +38,18 @@ def seen(trie: Trie) -> np.ndarray:
         assert not sees_TT[lowest:highest, first:last].any(), "no token is seen twice"
         sees_TT[lowest:highest, first:last] = True
     return sees_TT
+
+
+def test_random_tries_have_all_that_may_be_wrong() -> None:
+    tries = [random_trie(seed) for seed in range(60)]
+    assert {min(5, depth_of(texts)) for texts in tries} == {1, 2, 3, 4, 5}
+    lengths = {len(datum) for texts in tries for datum in texts}
+    assert min(lengths) == 1 and max(lengths) > 300
+    pairs = [(one, other) for texts in tries for one, other in combinations(texts, 2)]
+    common = [(count_common(one, other), len(one), len(other)) for one, other in pairs]
+    assert any(shared == first == second for shared, first, second in common), "equal datums"
+    assert any(shared == first < second for shared, first, second in common), "a datum that begins another"
+    assert any(0 < shared == first - 1 == second - 1 for shared, first, second in common), "suffixes of a token"
 
 
 @settings(max_examples=60, deadline=None)
