@@ -6,19 +6,25 @@ pytest tests/contract/test_fp8_at_load.py
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
-from tests.factories import make_renderer
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.fp8_scores import assert_scored_alike
 from tests.models import DIVIDED_IN_FP8, FAMILIES, make_tiny_text, make_tiny_vl, publish_in_fp8
-from tests.trainers import config
+from tests.ranks import Stepped, on_slices, two_steps
+from tests.trainers import LORA, assert_same, config
 from tinker_server.backends.families.registry import find_family
+from tinker_server.backends.model_spec import Mesh
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.model.loading import load
+from tinker_server.backends.trainer.rank import TrainerRank
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3": make_tiny_text,
@@ -59,6 +65,31 @@ def test_a_base_that_is_quantised_at_load_is_bitwise_the_published_base(sources)
 @pytest.mark.parametrize("sources", ["Qwen3-VL MoE", "Qwen3.5", "Qwen3-Next", "DeepSeek-V3"], indirect=True)
 async def test_the_engine_scores_a_base_that_is_quantised_at_load_as_the_trainer(sources, tmp_path: Path) -> None:
     await assert_scored_alike(replace(config(sources[0]), base_precision="fp8"), tmp_path)
+
+
+def in_layout(world: World, source: Path, is_sharded: bool) -> Stepped:
+    """Outputs of two steps and the adapter after them, of ranks that share the base, or have it whole each."""
+    ranks = {"shard": world.size} if is_sharded else {"replicate": world.size}
+    spec = replace(config(source, 60), base_precision="fp8", mesh=Mesh(**ranks, context=world.num_slices))
+    rank, renderer = TrainerRank(spec, world), make_renderer(source)
+    packed = [one for one in rank.base.scorer.model.parameters() if one.dtype == torch.uint8]
+    assert packed and all(isinstance(one, DTensor) == (is_sharded and world.size > 1) for one in packed)
+    rank.create_model("m", LORA)
+    texts = [prompt(words(length, length)) for length in (5, 23)]
+    inputs = [*MIXED.values()] if renderer.takes_images else texts
+    return two_steps(rank, "m", cross_entropy([datum(one, renderer, seed) for seed, one in enumerate(inputs)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sources", ["Qwen3-VL MoE", "Qwen3-Next"], indirect=True)
+def test_two_ranks_with_a_base_that_is_quantised_at_load_are_as_one(sources) -> None:
+    wanted, wanted_weights = in_layout(ALONE, sources[0], False)
+    for is_sharded, num_slices in product((True, False), (1, 2)):
+        (found, weights), _ = on_slices(num_slices, 2, in_layout, sources[0], is_sharded)
+        for step, wanted_step in zip(found, wanted, strict=True):
+            for scores, wanted_scores in zip(step, wanted_step, strict=True):
+                np.testing.assert_allclose(scores, wanted_scores, atol=1e-4)
+        assert_same(weights, wanted_weights)
 
 
 @pytest.mark.slow
