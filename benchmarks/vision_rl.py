@@ -26,13 +26,14 @@ import tinker
 import tinker.types as types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.gpu_server import NAME, RANK, STEP, first_answer, prepare
+from benchmarks.gpu import RANK
+from benchmarks.gpu_server import NAME, STEP, first_answer, prepare
 from benchmarks.handover import Times
 from benchmarks.shapes import SHAPES
 from tests.factories import make_renderer, photo
 from tests.models import make_tiny_vl
 from tests.servers import Server, sdk_input
-from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from tinker_server.api_schemas.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
 from tinker_server.backends.inputs.rendering import Renderer
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 3
@@ -109,7 +110,7 @@ def take_step(training: tinker.TrainingClient, renderer: Renderer, times: Times,
     times.end("new weights to the sampler")
     episodes = play(sampling, side, seed)
     times.end("samples of three turns")
-    chunks = [EncodedTextChunk(tokens=np.array(episodes[0].begin, np.int32)), episodes[0].image]
+    chunks: list[Chunk] = [EncodedTextChunk(tokens=np.array(episodes[0].begin, np.int32)), episodes[0].image]
     num_before = renderer.layout(ModelInput(chunks=chunks), "the prompt").num_tokens
     advantages = np.random.default_rng(seed).choice([-1.0, 1.0], len(episodes))
     data = [

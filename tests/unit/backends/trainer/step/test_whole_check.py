@@ -10,7 +10,7 @@ import torch
 from tests.factories import VOCAB, batch, image, make_renderer, prompt, succeeded, text
 from tests.trainers import LORA, gradients, together, trained, trainer
 from tests.tries import datums_of
-from tinker_server.api_schemas.inputs import Datum, ModelInput
+from tinker_server.api_schemas.inputs import Chunk, Datum, ModelInput
 from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.protocol import EncodedBatch
@@ -28,7 +28,7 @@ def encode(inputs: Sequence[ModelInput], renderer: Renderer) -> EncodedBatch:
     random, data = np.random.default_rng(0), []
     for model_input in inputs:
         length = renderer.layout(model_input, "datum").num_tokens
-        given = {
+        given: dict[str, np.ndarray] = {
             "target_tokens": random.integers(0, VOCAB, length),
             "advantages": random.normal(size=length).astype(np.float32),
             "logprobs": np.full(length, -5.5, np.float32),
@@ -126,7 +126,7 @@ def test_the_microbatch_that_is_compared_has_the_bits_of_those_that_are_not(tiny
 
 def test_each_kind_is_compared_once(tiny_vl: Path) -> None:
     rank, renderer = rank_of(tiny_vl), make_renderer(tiny_vl)
-    begin = [text(*range(30)), image(256, 320, 1), text(*range(120))]
+    begin: list[Chunk] = [text(*range(30)), image(256, 320, 1), text(*range(120))]
     kinds = {
         "a level": texts(*GROUP),
         "several levels": texts(*DEEP),
