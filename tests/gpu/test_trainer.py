@@ -31,7 +31,6 @@ from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.model_spec import Mesh, ModelSpec, Placement
 from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.backends.trainer.distributed import World
-from tinker_server.backends.trainer.model.sharing import STATES_ON_CUDA
 from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
@@ -200,7 +199,6 @@ def test_nothing_is_compiled_for_datums_that_begin_alike(make, tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-@pytest.mark.skipif(not STATES_ON_CUDA, reason="such models compute datums whole on CUDA")
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("make", [make_qwen3_5, make_tiny_nemotron_h], ids=["Qwen3.5", "Nemotron-3"])
 def test_layers_carry_states_along_datums_that_begin_alike(make, dtype, bound, tmp_path):

@@ -33,7 +33,6 @@ from tinker_server.api_schemas.training import ForwardBackwardOutput, Trainable
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Placement
 from tinker_server.backends.trainer.distributed import World
-from tinker_server.backends.trainer.model.sharing import STATES_ON_CUDA
 from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.gpu
@@ -251,7 +250,6 @@ def test_datums_that_begin_alike_are_near_transformers_and_peft_in_float32(
     assert any(shares) and rank.base.whole_below is not None, "the check in service finds the same numbers"
 
 
-@pytest.mark.skipif(not STATES_ON_CUDA, reason="such models compute datums whole on CUDA")
 def test_datums_that_begin_alike_in_layers_with_states_are_near_transformers_and_peft_in_float32(
     tmp_path, worst
 ) -> None:
@@ -261,7 +259,7 @@ def test_datums_that_begin_alike_in_layers_with_states_are_near_transformers_and
     rank, renderer = trainer_of(source), make_renderer(source)
     assert rank.base.whole_below is not None
     references = Reference(source), Reference(source, torch.bfloat16)
-    for seed in range(4):
+    for seed in range(1, 3):  # one behind an image; a reference of linear attention takes a minute for each
         data = [trie_data(seed + 100 * place, renderer) for place in range(2)]
         lengths = (tuple(renderer.layout(item.model_input, "datum").num_tokens for item in own) for own in data)
         models = tuple(zip((8, 32), lengths, strict=True))

@@ -19,8 +19,6 @@ from tinker_server.backends.trainer.model.shared_prefixes import Trie, trie_of_t
 from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
-STATES_ON_CUDA = False
-"""Whether models with linear attention share tokens on CUDA too: there it has not been seen yet."""
 _PREFIX, _MIDDLE, _WHOLE = 7, 9, (18, 15, 19)
 """Tokens of the check: three texts have the first in common, two of them the second too, which is fewer tokens than a
 convolution reads."""
@@ -46,8 +44,6 @@ def _why_whole(scorer: Scorer, family: Family, max_context_length: int, world: W
         kinds.discard("sliding_attention")
     if family.has_linear_attention or family.has_state_space:
         kinds -= {"linear_attention", "mlp", "moe"}
-        if world.device.type == "cuda" and not STATES_ON_CUDA:
-            return "its layers carry a state from token to token, which is not shared on CUDA"
         if (width := _widest_convolution(scorer.model)) > MOST_BEFORE + 1:
             return f"its convolutions read {width} tokens, and more than {MOST_BEFORE + 1} are not shared"
     if kinds:
