@@ -28,7 +28,9 @@ BEGINNING = 700
 async def test_an_engine_that_keeps_latents_scores_and_draws_as_the_trainer(
     q_lora_rank: int | None, latent_cache: bool, tmp_path: Path
 ) -> None:
-    source = make_tiny_deepseek_v3(tmp_path / "model", **LATENTS, q_lora_rank=q_lora_rank)
+    source = make_tiny_deepseek_v3(
+        tmp_path / "model", **LATENTS, qk_nope_head_dim=128, v_head_dim=128, q_lora_rank=q_lora_rank
+    )
     rank, renderer = on_cuda(source, "bfloat16"), make_renderer(source)
     for number, name in enumerate(("a", "b")):
         rank.create_model(name, Trainable(rank=4 << number, seed=number, layout="service"))
