@@ -261,7 +261,7 @@ def _require_divided(parts: Fp8Parts, ranks: int, source: str) -> None:
 
 def _numerics(spec: ModelSpec) -> dict[str, str]:
     """Return what may change the last bits of a result when it changes."""
-    values = {
+    values: dict[str, object] = {
         "device": spec.device,
         "dtype": spec.dtype,
         "max_tokens_per_microbatch": spec.max_tokens_per_microbatch,

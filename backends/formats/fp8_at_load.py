@@ -57,7 +57,7 @@ class Origin:
         index = (slice(None), rows) if self.is_transposed else (rows,)
         if self.expert is None:
             return tensor[index]
-        (found,) = tensor[(slice(self.expert, self.expert + 1), *index)]
+        found: Tensor = tensor[(slice(self.expert, self.expert + 1), *index)][0]
         return found.mT if self.is_transposed else found
 
 

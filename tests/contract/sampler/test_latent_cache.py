@@ -31,7 +31,10 @@ ADAPTERS = {
 def trainer_scores(rank: TrainerRank, name: str, ids: np.ndarray) -> np.ndarray:
     """The trainer's log probability of each token after the first, nats."""
     given = prompt(EncodedTextChunk(tokens=ids[:-1].astype(np.int32)))
-    inputs = {"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(len(ids) - 1, np.float32)}
+    inputs: dict[str, np.ndarray] = {
+        "target_tokens": ids[1:].astype(np.int64),
+        "weights": np.ones(len(ids) - 1, np.float32),
+    }
     (found,) = logprobs(rank, [Datum(model_input=given, loss_fn_inputs=inputs)], name)
     return found
 
