@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -95,7 +95,13 @@ def on_all(
         ProcessPoolExecutor(num_ranks, mp_context=PROCESSES) as processes,
     ):
         calls = [processes.submit(_as_rank, rank, kind, meeting, function, args, kwargs) for rank in range(num_ranks)]
-        return [call.result(timeout=240) for call in calls]
+        ended, waiting = wait(calls, timeout=240, return_when=FIRST_EXCEPTION)
+        if waiting:  # for a rank that failed, in a collective
+            for process in processes._processes.values():
+                process.kill()
+            for call in ended:
+                call.result()
+        return [call.result() for call in calls]
 
 
 def on_two_ranks(function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:

@@ -87,7 +87,7 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("tinker_server.backends.trainer.step.step.pack", out_of_memory)
+            patch.setattr("tinker_server.backends.trainer.step.parts.pack", out_of_memory)
         found["forward_backward"] = outcome(lambda: forward_backward(rank, "m", batch, True))
     found["step on a part"] = outcome(lambda: rank.optim_step("m", ADAM))
 

@@ -322,7 +322,7 @@ def with_troubles(world: World, source: Path) -> tuple[int, str, bool]:
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("tinker_server.backends.trainer.step.step.pack", out_of_memory)
+            patch.setattr("tinker_server.backends.trainer.step.parts.pack", out_of_memory)
         try:
             forward_backward(rank, "m", apart)
         except BackendFailed as found:

@@ -232,7 +232,7 @@ def test_a_microbatch_that_runs_out_of_memory_is_computed_model_by_model(
         add_model(rank, f"m{place}", 4, place)
         batches.append((f"m{place}", cross_entropy([datum(MIXED["text"], renderer, place)])))
     with monkeypatch.context() as patch:
-        patch.setattr("tinker_server.backends.trainer.step.step.pack", scarce)
+        patch.setattr("tinker_server.backends.trainer.step.parts.pack", scarce)
         outputs = together(rank, batches)
     assert_as_alone(rank, batches, outputs)
 
