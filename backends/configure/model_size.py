@@ -30,7 +30,7 @@ _LOGITS_BYTES = 3 << 29
 _LEAST_KV_CACHE = {"cpu": 512 << 20, "cuda": 1 << 30}
 ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 """Linears of which the ranks of an engine divide the inputs; of the others, the outputs."""
-_SLICES = {"in_proj_qkv": 3, "in_proj": 5}
+_SLICES = {"in_proj_qkv": 3, "in_proj_qkvz": 4, "in_proj": 5}
 """Linears that the engine takes as so many, each with its own A."""
 REPEATED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Linears that each rank of an engine has whole."""

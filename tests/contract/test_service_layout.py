@@ -194,6 +194,7 @@ def test_two_ranks_are_as_one(source: Path) -> None:
 MIXTURES = (
     "gpt-oss",
     "DeepSeek-V3",
+    "Qwen3-Next",
     "Qwen3-VL MoE",
     "Qwen3-VL MoE, heads of keys repeated",
     "Nemotron-3",
@@ -206,6 +207,7 @@ WITHOUT_EXPERTS: Mapping[Layout, tuple[str, ...]] = {"own": ("attention",), "ser
 
 ENGINES: list[tuple[str, Layout, int]] = [
     *((family, slots, 1) for family in IN_ENGINE for slots in get_args(Layout)),
+    ("Qwen3-Next", "service", 1),
     *((family, "service", num_ranks) for family, (_, num_ranks) in DIVIDED.items() if family in MIXTURES),
     ("Qwen3.5 MoE", "own", 2),
 ]

@@ -31,6 +31,7 @@ from tinker_server.backends.families.linear_attention import engine_slices
 from tinker_server.backends.families.lora_names import EXPERT_STACKS
 from tinker_server.backends.formats.stacked_adapters import open_adapter
 from tinker_server.backends.protocol import ADAPTER_FILE
+from tinker_server.backends.sampler.engine.vllm_patches.linear_by_heads import LinearByHeads, rows_of
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
@@ -130,9 +131,12 @@ class SlotCheck:
         packed = self._manager.packed_modules.get(name, [name])
         if (slices := engine_slices(name)) and slices[0] in parts:
             return [parts.get(part) for part in slices]
-        if name in parts or not isinstance(self._manager.modules[name], FusedMoEWithLoRA):
+        if isinstance(module := self._manager.modules[name], LinearByHeads) and name in parts:
+            a, b = parts[name]
+            return [(a, rows_of(rows, b)) for rows in module.rows]
+        if name in parts or not isinstance(module, FusedMoEWithLoRA):
             return [parts.get(name) for name in packed]
-        count = len(_buffers(self._manager.modules[name]))
+        count = len(_buffers(module))
         stacks = [parts.get(f"{name}.{matrix}") for matrix in EXPERT_STACKS.values()][:count]
         if any(stacks):
             return stacks

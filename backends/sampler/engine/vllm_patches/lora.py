@@ -13,7 +13,8 @@
    differ: they are refused here.
 6. A slot is compared with the adapter's files when it has been filled (`slot_check.py`).
 7. Rows of an input projection of linear attention that have adapters of their own, as in the hosted service
-   (`families/linear_attention.py`), get the slices that vLLM fills from one adapter of all rows.
+   (`families/linear_attention.py`), get the slices that vLLM fills from one adapter of all rows. Where it has a single
+   slice, there are more here (`linear_by_heads.py`).
 8. Of a merged linear with one part alone, as some linear attention has, each of several ranks gets two
    pieces of B, as if gate stood above up.
 9. Where a kernel pads the inner width of experts, vLLM cuts the adapters of each of several ranks by the padded width,
@@ -32,14 +33,15 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import process_packed_modules_mapping
+from vllm.lora.utils import process_packed_modules_mapping, replace_submodule
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-from tinker_server.backends.families.linear_attention import ENGINE_SLICES, engine_slices
+from tinker_server.backends.families.linear_attention import ENGINE_SLICES, engine_slices, rows_of_inputs
 from tinker_server.backends.families.lora_names import EXPERT_STACKS
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.sampler.engine.slot_check import SlotCheck
+from tinker_server.backends.sampler.engine.vllm_patches.linear_by_heads import LinearByHeads
 
 HEAD = "lm_head"
 OWN_EXPERTS = (
@@ -74,11 +76,23 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
             self.packed_modules_mapping = process_packed_modules_mapping(self.model, force_2d_moe=True)
         self.packed_modules_mapping = {"qkv": ["qkv"], **self.packed_modules_mapping}
         super()._create_lora_modules()
+        self._divide_by_heads()
         for name, module in self.modules.items():
             if isinstance(module, FusedMoEWithLoRA):
                 require_unpadded(module.moe_config, name)
             if isinstance(module, ColumnParallelLinearWithLoRA):
                 module.is_merged_col_linear &= len(getattr(module.base_layer, "output_sizes", ())) > 1
+
+    def _divide_by_heads(self) -> None:
+        """Give the linears that have fewer slices than adapters the slices of these."""
+        for name, module in self.modules.items():
+            if (parts := engine_slices(name)) and module.n_slices < len(parts):
+                layer, _, linear = name.rpartition(".")
+                rows = rows_of_inputs(self.model.get_submodule(layer), linear)
+                divided = LinearByHeads(module.base_layer, [*rows.values()])
+                divided.create_lora_weights(self.lora_slots, self.lora_config)
+                divided.set_mapping(module.punica_wrapper)
+                self.modules[name] = replace_submodule(self.model, name, divided)
 
     def _get_punica_wrapper(self, module_name: str) -> object:
         found = super()._get_punica_wrapper(module_name)
@@ -94,7 +108,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
                     lora_model.loras[layer] = _pack_experts(stacks, layer)
             elif (parts := engine_slices(layer)) and parts[0] in lora_model.loras:
                 found = [lora_model.loras.pop(part, None) for part in parts]
-                lora_model.loras[layer] = pack_slices(found, module.n_slices, layer)
+                lora_model.loras[layer] = pack_slices(found, module.n_slices)
         super()._create_merged_loras_inplace(lora_model)
         for layer, module in self.modules.items():
             if isinstance(module, FusedMoEWithLoRA) and layer in lora_model.loras:
@@ -112,13 +126,8 @@ def require_unpadded(config: FusedMoEConfig, layer: str) -> None:
         )
 
 
-def pack_slices(parts: list[LoRALayerWeights | None], num_slices: int, layer: str) -> PackedLoRALayerWeights:
-    """Return the adapters of a linear's first slices in one. Raises ValueError for a linear with fewer slices."""
-    if num_slices < len(parts):
-        raise ValueError(
-            f"{layer} has adapters of {len(parts)} parts (LoRA layout service), and in the engine it has no slices for"
-            " them: train with setting backend.lora_layout own"
-        )
+def pack_slices(parts: list[LoRALayerWeights | None], num_slices: int) -> PackedLoRALayerWeights:
+    """Return the adapters of a linear's first slices in one."""
     return PackedLoRALayerWeights.pack([*parts, *[None] * (num_slices - len(parts))])
 
 

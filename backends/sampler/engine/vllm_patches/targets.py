@@ -91,6 +91,13 @@ PIECES_OF_RANKS = Patch(
     "one-part-linears.md",
     how="relied on",
 )
+SLICED_LINEARS = Patch(
+    "linears-by-heads",
+    "vllm.lora.layers.column_parallel_linear:MergedColumnParallelLinearWithLoRA",
+    "f7a0d743ccb6bc69ffedb0c113a6bab4b44dacab1bc0663b50dc1bda7808363e",
+    "A linear whose rows go by heads, in some linear attention, has one slice, where the service has four adapters.",
+    how="overridden",
+)
 HEAD_BESIDE_DECODER = Patch(
     "head-beside-decoder",
     "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper",

@@ -62,14 +62,25 @@ def test_the_memory_of_slots_is_planned_by_their_form() -> None:
     # Ranks divide the inner side; each has the whole factors that are shared.
     hidden, inner, layers = 2048, 768, 48
     of_experts = [
-        half.slot_bytes(1, 2) - replace(half, numbers=_without_experts(half.numbers)).slot_bytes(1, 2)
+        half.slot_bytes(1, 2) - replace(half, numbers=_without(half.numbers, "experts")).slot_bytes(1, 2)
         for half in (size, shared)
     ]
     assert of_experts == [2 * 3 * layers * (128 * (hidden + inner // 2)), 2 * 3 * layers * (hidden + 128 * inner // 2)]
 
 
-def _without_experts(numbers: Numbers) -> Numbers:
-    return replace(numbers, matrices=tuple(one for one in numbers.matrices if one.name != "experts"))
+def _without(numbers: Numbers, name: str) -> Numbers:
+    return replace(numbers, matrices=tuple(one for one in numbers.matrices if one.name != name))
+
+
+def test_slots_of_a_linear_that_goes_by_heads_are_planned_with_an_a_for_each_part(tmp_path: Path) -> None:
+    source = FAMILIES["Qwen3-Next"](tmp_path / "model")
+    settings = BackendConfig(models={"a": str(source)}, device="cpu", scratch_dir=tmp_path / "scratch")
+    size = describe_models(settings)["a"].size
+    outputs = 2 * (2 * 128 + 4 * 128)  # queries, keys, values and gate
+    for num_ranks in (1, 2):
+        rest = replace(size, numbers=_without(size.numbers, "in_proj_qkvz")).slot_bytes(3, num_ranks)
+        of_linear = 3 * size.number_bytes * (4 * size.hidden + outputs // num_ranks)
+        assert size.slot_bytes(3, num_ranks) - rest == of_linear
 
 
 def test_the_environment_sets_the_layout_of_new_models(monkeypatch: pytest.MonkeyPatch) -> None:
