@@ -37,6 +37,7 @@ class Colours:
 
     def __init__(self) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(SEEING)
+        (self.end,) = self._encode("<|im_end|>")
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -72,10 +73,23 @@ class Colours:
         """The model's greedy answers for the colours."""
         params = types.SamplingParams(max_tokens=4, temperature=0.0)
         answers = [sampler.sample(self.prompt(jpeg), 1, params) for jpeg in jpegs]
-        return [
-            self._tokenizer.decode(answer.result().sequences[0].tokens, skip_special_tokens=True).strip()
-            for answer in answers
-        ]
+        return [self.text(answer.result().sequences[0].tokens) for answer in answers]
+
+    def text(self, tokens: list[int]) -> str:
+        """An answer without its end token."""
+        decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return decoded.strip()
+
+    def rollout(self, jpeg: bytes, drawn: types.SampledSequence, advantage: float) -> types.Datum:
+        """A sampled answer with its log probabilities, each of whose tokens has the advantage."""
+        tokens, logprobs = list(drawn.tokens), list(drawn.logprobs or [])
+        model_input = self.prompt(jpeg, tokens[:-1])
+        before = [0] * (model_input.length - len(tokens))
+        numbers = {"logprobs": before + logprobs, "advantages": before + [advantage] * len(tokens)}
+        tensors = {name: np.array(values, dtype=np.float32) for name, values in numbers.items()}
+        tensors["target_tokens"] = np.array(before + tokens, dtype=np.int64)
+        of = {name: types.TensorData.from_numpy(values) for name, values in tensors.items()}
+        return types.Datum(model_input=model_input, loss_fn_inputs=of)
 
 
 def check_that_a_red_square_is_called_red(service: tinker.ServiceClient, base_model: str) -> None:

@@ -76,6 +76,13 @@ class Watched:
 
 def drawn(page: Page, curve: str = "loss") -> int:
     """Points of a curve, once it is there."""
-    figure = page.locator(f"figure[data-curve={curve}]")
+    figure = page.locator(f"figure[data-curve='{curve}']")
     figure.locator("canvas").wait_for()
     return int(figure.get_attribute("data-points") or 0)
+
+
+def place(page: Page, part: float, curve: str = "loss") -> tuple[float, float]:
+    """A place on a curve, as a part of its width."""
+    box = page.locator(f"figure[data-curve='{curve}'] .u-over").bounding_box()
+    assert box is not None
+    return box["x"] + part * box["width"], box["y"] + box["height"] / 2

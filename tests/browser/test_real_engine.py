@@ -1,6 +1,6 @@
-"""The dashboard of a real server: a run that learns from photographs, and chats with its weights by the real engine.
+"""The dashboard of a real server: runs that learn from photographs and from rewards, and chats by the real engine.
 
-`pytest tests/browser --pictures docs/pictures` also takes the pictures of the documentation.
+The pictures of the documentation are taken of these runs. `make pictures` writes them into `docs/pictures`.
 """
 
 import re
@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 import tinker
-from playwright.sync_api import BrowserContext, Page, ViewportSize, expect
+from playwright.sync_api import BrowserContext, Locator, Page, ViewportSize, expect
 from tinker import types
 
-from tests.browser.pages import NARROW, Watched, drawn
+from tests.browser.documented import DOCUMENTED, MOST_BYTES, write
+from tests.browser.pages import NARROW, Watched, drawn, place
+from tests.browser.rewarded_squares import RewardedSquares
 from tests.photographs import SEEING, conversation, photographs
 from tests.servers import Server
 from tinker_server.auth import keys
@@ -24,12 +26,15 @@ NAME = "tinker-server/tiny-vl"
 TITLE = "ten classes of photographs"
 STEPS, MEASURED = 24, 6
 """Steps of the run, and the steps after which its held-out photographs are measured."""
+REWARDED, CHOSEN = 20, 3
+"""Steps of the run with rewards, and the step that is looked at."""
 SPLITS = (("train", 120), ("test", 10))
 """Photographs to train on and to measure."""
 FIRST_MINUTE_MS = 180_000
 """The first minute is recorded when it is over, and the page asks for it once a minute."""
 WIDE: ViewportSize = {"width": 1280, "height": 860}
-Picture = Callable[[Page, str], None]
+Picture = Callable[..., None]
+"""Takes one of a page, or of a part of it, if the documentation has a picture of this name."""
 OUTSIDE = """() => [...document.querySelectorAll(".card, td, th")].flatMap((box) => {
     const most = box.getBoundingClientRect(), scrolls = getComputedStyle(box).overflowY !== "visible";
     return [...box.querySelectorAll("textarea, input, select, button, .completion, small, a")]
@@ -52,6 +57,9 @@ class Real:
     run_id: str
     path: str
     """The weights of the run."""
+    rewarded_id: str
+    """The run that learns from rewards."""
+    rewards: list[float]
 
     def signed_in(self, context: BrowserContext, key: str | None = None) -> Watched:
         watched = Watched(context, self.url)
@@ -60,14 +68,15 @@ class Real:
 
 
 @pytest.fixture
-def picture(request: pytest.FixtureRequest) -> Picture:
-    """Takes one where pictures are asked for."""
-    folder: Path | None = request.config.getoption("--pictures", default=None)
+def picture(request: pytest.FixtureRequest, tmp_path: Path) -> Picture:
+    """Written to `--pictures`, and else to a folder of the test."""
+    folder: Path = request.config.getoption("--pictures", default=None) or tmp_path
 
-    def take(page: Page, name: str) -> None:
-        if folder is not None:
+    def take(of: Page | Locator, name: str, **options: bool) -> None:
+        if name in DOCUMENTED:
             folder.mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=folder / f"{name}.png", full_page=True)
+            write(of.screenshot(**options), folder / f"{name}.png")
+            assert (folder / f"{name}.png").stat().st_size <= MOST_BYTES
 
     return take
 
@@ -83,8 +92,10 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         training = learn(running.base_url, key, TITLE, STEPS)
         path = training.save_weights_for_sampler("for-chat").result().path
         training.save_state(f"step-{STEPS}").result()
+        squares = RewardedSquares(running.base_url, key, "colours of squares, by reward")
+        rewards = squares.learn(REWARDED)
         ask(running.base_url, key, path)
-        yield Real(running.base_url, key, root_key, training.model_id, path)
+        yield Real(running.base_url, key, root_key, training.model_id, path, squares.training.model_id, rewards)
     finally:
         code = running.stop()
     assert code == 0, running.log.read_text()[-4000:]
@@ -143,12 +154,38 @@ def test_the_pages_of_a_real_run_are_whole_in_light_dark_and_narrow(
             assert page.evaluate(OUTSIDE) == [], (name, form)
             assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], (name, form)
             assert watched.violations() == [], (name, form)
-            picture(page, f"{name}-{form}")
+            if form == "light":
+                picture(page, name, full_page=True)
     page.set_viewport_size(WIDE)
     watched.open("/samples").get_by_role("listitem").first.click()
     expect(page.get_by_role("img", name="Image 1 of the prompt")).to_be_visible()
-    picture(page, "sample")
     assert watched.elsewhere() == [] and watched.errors == []
+
+
+def test_dragging_along_the_reward_shows_what_the_model_saw_and_said_in_each_step(
+    context: BrowserContext, real: Real, picture: Picture
+) -> None:
+    assert sum(real.rewards[-3:]) > sum(real.rewards[:3]) + 0.6, real.rewards
+    watched = real.signed_in(context)
+    page = watched.open(f"/runs/{real.rewarded_id}")
+    page.set_viewport_size(WIDE)
+    assert drawn(page, "metric:reward") == REWARDED
+    panel = page.get_by_role("complementary", name="The chosen step")
+    page.get_by_role("heading", name="Curves").evaluate("heading => heading.scrollIntoView()")
+    page.mouse.move(*place(page, 0.95, "metric:reward"))
+    page.mouse.down()
+    page.mouse.move(*place(page, CHOSEN / (REWARDED - 1), "metric:reward"), steps=12)
+    page.mouse.up()
+    expect(panel.get_by_role("heading", name=f"Step {CHOSEN}", exact=True)).to_be_visible()
+    expect(panel).to_contain_text("Of the weights that this step began with.")
+    photo = panel.get_by_role("img", name="Image 1 of the prompt").first
+    page.wait_for_function("image => image.complete && image.naturalWidth > 50", arg=photo.element_handle())
+    expect(page.locator("#marks")).to_contain_text("5 evaluations")
+    picture(page, "scrubbing")
+    answers = page.get_by_role("region", name="Answers of one prompt")
+    assert answers.locator(".up").count() and answers.locator(".down").count()
+    picture(page.locator("#step-datums"), "answers")
+    assert watched.violations() == [] and watched.elsewhere() == [] and watched.errors == []
 
 
 def test_two_models_are_asked_about_a_photograph(
@@ -170,20 +207,17 @@ def test_two_models_are_asked_about_a_photograph(
         expect(answer).not_to_be_empty()
         expect(answer).not_to_have_class("wrong")
         expect(answer.locator("span").first).to_have_attribute("title", re.compile(r"^-\d+\.\d{3} nats"))
-    picture(page, "playground")
+    picture(page, "playground", full_page=True)
     assert watched.elsewhere() == [] and watched.errors == []
 
 
-def test_an_administrator_sees_all_owners_and_unloads_a_run(
-    context: BrowserContext, real: Real, picture: Picture
-) -> None:
+def test_an_administrator_sees_all_owners_and_unloads_a_run(context: BrowserContext, real: Real) -> None:
     watched = real.signed_in(context, real.root_key)
     page = watched.page
     page.get_by_role("link", name="Owners").click()
     row = page.get_by_role("region", name="Runs of all owners").get_by_role("row", name=re.compile(real.run_id[:8]))
     expect(row.first).to_contain_text("alice")
     assert watched.violations() == []
-    picture(page, "owners")
     page.get_by_role("button", name=f"Unload {real.run_id}").click()
     watched.answer("(alice)? Its next operation brings it back.", yes=True)
     expect(page.get_by_role("button", name=f"Unload {real.run_id}")).to_have_count(0)

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from tests.browser.learning import LearningBackend
-from tests.browser.pages import IMAGE, NARROW, Watched, drawn
+from tests.browser.pages import IMAGE, NARROW, Watched, drawn, place
 from tests.dashboard import Owner, with_keys
 from tests.fake_server import policy_body
 
@@ -43,13 +43,6 @@ def scrubbed(context: BrowserContext, dora: Dora) -> Iterator[Watched]:
     watched.sign_in(owner.key)
     yield watched
     assert watched.elsewhere() == [] and watched.errors == []
-
-
-def place(page: Page, part: float, curve: str = "loss") -> tuple[float, float]:
-    """A place on a curve, as a part of its width."""
-    box = page.locator(f"figure[data-curve='{curve}'] .u-over").bounding_box()
-    assert box is not None
-    return box["x"] + part * box["width"], box["y"] + box["height"] / 2
 
 
 def panel(page: Page) -> Locator:
