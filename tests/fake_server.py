@@ -1,6 +1,7 @@
 """A server in a thread of the test, on a backend of fakes, and small requests to it."""
 
 import asyncio
+import math
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -65,6 +66,19 @@ class Running:
             self._server.open(app.state.services.drain)
             self._ready.set()
             await self._server.wait_closed()
+
+    def restart_trainer(self) -> None:
+        """End the trainer of `tiny`, which is there again at once, and wait until this is recorded."""
+        history, trainer = self.app.state.services.machine_history, self.backend.tiny.trainer
+
+        async def restart() -> None:
+            before = len(await history.trainer_restarts("tiny", 0, math.inf))
+            await trainer.die()
+            async with asyncio.timeout(20):
+                while len(await history.trainer_restarts("tiny", 0, math.inf)) == before:  # noqa: ASYNC110 - nobody sets an event
+                    await asyncio.sleep(0.02)
+
+        asyncio.run_coroutine_threadsafe(restart(), self.loop).result(30)
 
     def wait_until_ready(self) -> None:
         assert self._ready.wait(60)

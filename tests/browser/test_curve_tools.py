@@ -44,11 +44,24 @@ def open_run(page: Page, erin: Erin, query: str = "") -> None:
     drawn(page)
 
 
+def test_a_restart_of_the_trainer_alone_is_a_mark(page: Page, erin: Erin) -> None:
+    owner, _ = erin
+    run_id = owner.new_run()
+    owner.train(run_id, range(2))
+    owner.server.restart_trainer()
+    owner.train(run_id, range(2, 4))
+    open_run(page, (owner, run_id))
+    expect(page.locator("#marks")).to_have_text(re.compile(r"^\s*⁞ 1 restart of the trainer\s*$"), use_inner_text=True)
+    places = page.evaluate("async () => (await import('/static/marks.js')).placesOf(({at}) => at)")
+    assert [place["kind"] for place in places] == ["trainer_restarts"]
+
+
 def test_saves_and_evaluations_are_marked_and_named(page: Page, erin: Erin) -> None:
     open_run(page, erin)
     expect(page.locator("#marks")).to_contain_text(f"{STEPS} saves")
     expect(page.locator("#marks")).to_contain_text("4 evaluations")
-    expect(page.locator("[data-mark=restart]")).to_be_hidden()
+    expect(page.locator("[data-mark=server_restarts]")).to_be_hidden()
+    expect(page.locator("[data-mark=trainer_restarts]")).to_be_hidden()
     inside = """() => {
         const canvas = document.querySelector("figure[data-curve=loss] canvas"), ctx = canvas.getContext("2d");
         const good = getComputedStyle(document.documentElement).getPropertyValue("--good").trim();

@@ -61,6 +61,7 @@ def test_a_sheet_says_what_was_trained_on_which_bodies_with_what_result(
         "steps": 3,
         "learning_rate_first_and_last": [0.25, 0.25],
         "server_started_meanwhile": [],
+        "trainer_restarted_meanwhile": [],
     }
     assert sheet["evaluations"] == {"reward": {"step": 2, "value": 0.5}}
     assert [one["path"] for one in sheet["checkpoints"]] == [f"tinker://{run_id}/weights/kept"]

@@ -120,7 +120,7 @@ def test_a_batch_whose_loss_is_not_known_here_keeps_nothing_and_trains(alice: Ow
     assert len(alice.server.app.state.services.gallery.batches_of_run("alice", run_id)) == 1
 
 
-def test_saves_evaluations_and_restarts_of_the_server_are_marks_on_the_curves(tmp_path: Path) -> None:
+def test_saves_evaluations_and_restarts_of_server_and_trainer_are_marks_on_the_curves(tmp_path: Path) -> None:
     server, (key,) = with_keys(tmp_path, "alice")
     with Owner(server, key) as alice:
         run_id = alice.sign_in().new_run()
@@ -130,14 +130,24 @@ def test_saves_evaluations_and_restarts_of_the_server_are_marks_on_the_curves(tm
         assert sorted((save["name"], save["step"]) for save in found["saves"]) == [
             (f"sampler_weights/at-{step}", step) for step in range(3)
         ]
-        assert [mark["step"] for mark in found["evaluations"]] == [1] and found["restarts"] == []
+        assert [mark["step"] for mark in found["evaluations"]] == [1] and found["server_restarts"] == []
+        assert found["trainer_restarts"] == []
+        crashed = time.time()
+        server.restart_trainer()
+        alice.train_on(forward_backward_body(run_id, 10))
+        found = alice.get(f"/runs/{run_id}/marks.json").json()
+        (restart,) = found["trainer_restarts"]
+        assert restart["at"] == pytest.approx(crashed, abs=10) and found["server_restarts"] == []
+        assert len(alice.get(f"/runs/{run_id}/proof.json").json()["training"]["trainer_restarted_meanwhile"]) == 1
     server.stop()
     server = Running(tmp_path / "data", keys_file=tmp_path / "keys")
     with Owner(server, key) as alice:
         started = time.time()
-        body = forward_backward_body(run_id, 10)
+        body = forward_backward_body(run_id, 11)
         alice.sign_in().train_on(body)
-        (restart,) = alice.get(f"/runs/{run_id}/marks.json").json()["restarts"]
+        found = alice.get(f"/runs/{run_id}/marks.json").json()
+        (restart,) = found["server_restarts"]
+        assert len(found["trainer_restarts"]) == 1
         assert restart["at"] == pytest.approx(started, abs=10)
         assert [line["measure"] for line in alice.get("/machine/history.json").json()["lines"]] == []
     server.stop()

@@ -1,4 +1,4 @@
-"""Records the server's start, and the machine's load: read every few seconds, and stored as the mean of a minute."""
+"""Records starts of server and trainers, and the load of the machine, read every few seconds and stored each minute."""
 
 import asyncio
 import logging
@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from tinker_server.backends.protocol import Trainer
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.routes.metrics_collect import distinct, engine_uses
-from tinker_server.store.machine_history import STARTED, Measure
+from tinker_server.store.machine_history import SERVER_STARTED, TRAINER_RESTARTED, Measure
 from tinker_server.web.deps import Services
 
 log = logging.getLogger(__name__)
@@ -19,8 +20,23 @@ _RATES = {"training": "trained_tokens_per_s", "sampled": "sampled_tokens_per_s"}
 
 
 async def record_loads(server: Services) -> None:
-    """Record the start, then the load for as long as the server lives."""
-    await _put(server, {(STARTED, ""): 1.0})
+    """Record the start, then the load and restarts of trainers for as long as the server lives."""
+    await _put(server, {(SERVER_STARTED, ""): 1.0})
+    async with asyncio.TaskGroup() as following:
+        for trainer in server.models.trainers():
+            following.create_task(_record_restarts(server, trainer))
+        following.create_task(_record_minutes(server))
+
+
+async def _record_restarts(server: Services, trainer: Trainer) -> None:
+    seen = 0
+    while True:
+        seen = await trainer.wait_for_restart(seen)
+        names = [name for name, base in server.models.served.items() if base.trainer is trainer]
+        await _put(server, {(TRAINER_RESTARTED, name): 1.0 for name in names})
+
+
+async def _record_minutes(server: Services) -> None:
     counted, since = dict(server.usage.totals), time.monotonic()
     while True:
         readings: list[Mapping[Measure, float]] = []
@@ -41,9 +57,9 @@ async def _put(server: Services, values: Mapping[Measure, float]) -> None:
     try:
         await server.machine_history.put(values, time.time())
     except DatabaseUnavailable as error:
-        log.warning("failed to store a minute of the machine's load: %s", error)
+        log.warning("failed to store the machine's load or a start: %s", error)
     except Exception:  # the server must not stop for it
-        log.exception("failed to store a minute of the machine's load")
+        log.exception("failed to store the machine's load or a start")
 
 
 def means(readings: Sequence[Mapping[Measure, float]]) -> dict[Measure, float]:

@@ -1,4 +1,4 @@
-"""The marks on a run's curves: saved weights, evaluations, and starts of the server."""
+"""The marks on a run's curves: saved weights, evaluations, and restarts of server and trainer."""
 
 import re
 import time
@@ -31,13 +31,16 @@ async def marks(run_id: str, server: Server, viewer: Viewing) -> JSONResponse:
     points = await server.client_metrics.points(run_id, names, (0, last), MOST)
     evaluated = {point.step: point.at for of in points.values() for point in of}
     newest = await server.steps.last(run_id)
-    starts = [] if newest is None else await server.machine_history.starts_between(run.created_at, newest.at)
+    history, until = server.machine_history, run.created_at if newest is None else newest.at
+    starts = await history.server_starts(run.created_at, until)
+    restarts = await history.trainer_restarts(run.base_model, run.created_at, until)
     found = {
         "saves": [
             {"step": steps.get(number, 0), "at": save.created_at, "name": f"{save.kind}/{save.name}"}
             for save, number in of_operations
         ],
         "evaluations": [{"step": step, "at": at} for step, at in sorted(evaluated.items())],
-        "restarts": [{"at": at} for at in starts],
+        "server_restarts": [{"at": at} for at in starts],
+        "trainer_restarts": [{"at": at} for at in restarts],
     }
     return JSONResponse(found)

@@ -95,11 +95,13 @@ async def _make(server: Services, run_id: str, viewer: Viewer) -> dict[str, obje
     asked = Page(Scope(viewer.owner), CHECKPOINTS, 0)
     names = important_of(await server.client_metrics.names(run_id))
     evaluated = await server.client_metrics.newest(run_id, names)
-    starts = await server.machine_history.starts_between(record.run.created_at, trained.last_at)
+    run, history = record.run, server.machine_history
+    starts = await history.server_starts(run.created_at, trained.last_at)
+    restarts = await history.trainer_restarts(run.base_model, run.created_at, trained.last_at)
     saved, _ = await server.catalog.checkpoints(asked, ["weights", "sampler_weights"], now, run_id)
     made_with = ("rank", "seed", "train_mlp", "train_attn", "train_unembed")
-    settings = "".join(f", {name}={getattr(record.run.trainable, name)}" for name in made_with)
-    reproduced_by = {"new_model": f'service.create_lora_training_client("{record.run.base_model}"{settings})'}
+    settings = "".join(f", {name}={getattr(run.trainable, name)}" for name in made_with)
+    reproduced_by = {"new_model": f'service.create_lora_training_client("{run.base_model}"{settings})'}
     return {
         "made_at": moment(now),
         "server": {"version": release().version, "commit": release().commit},
@@ -110,6 +112,7 @@ async def _make(server: Services, run_id: str, viewer: Viewer) -> dict[str, obje
             "steps": trained.counts["steps"],
             "learning_rate_first_and_last": trained.rates,
             "server_started_meanwhile": [moment(at) for at in starts],
+            "trainer_restarted_meanwhile": [moment(at) for at in restarts],
         },
         "trainer_sampler_gap_nats": trained.gap,
         "evaluations": {metric.name: {"step": metric.step, "value": metric.value} for metric in evaluated},

@@ -1,8 +1,10 @@
-// Marks on the curves of a run: saves (triangles), evaluations (diamonds) and restarts of the server (dashed lines).
+// Marks on the curves of a run: saves (triangles), evaluations (diamonds), restarts of the server (dashed lines) and of the trainer (dotted lines).
 
 const SIZE = 5, EVERY_MS = 5000;
 const legend = document.getElementById("marks");
-let found = { saves: [], evaluations: [], restarts: [] }, fetchedAt = -EVERY_MS;
+const NAMES = { saves: "save", evaluations: "evaluation", server_restarts: "restart", trainer_restarts: "restart" };
+const DASHES = { server_restarts: [4, 4], trainer_restarts: [1, 3] };
+let found = {}, fetchedAt = -EVERY_MS;
 
 // Fetches the marks again if they are older than a few seconds.
 export async function fetchMarks(url) {
@@ -11,13 +13,12 @@ export async function fetchMarks(url) {
   const answer = await fetch(url);
   if (!answer.ok) return;
   found = await answer.json();
-  const counts = { save: found.saves.length, evaluation: found.evaluations.length, restart: found.restarts.length };
-  for (const [kind, count] of Object.entries(counts)) {
+  for (const [kind, { length: count }] of Object.entries(found)) {
     const part = legend.querySelector(`[data-mark=${kind}]`);
     part.hidden = count === 0;
-    part.querySelector("span").textContent = `${count} ${kind}${count === 1 ? "" : "s"}`;
+    part.querySelector("span").textContent = `${count} ${NAMES[kind]}${count === 1 ? "" : "s"}`;
   }
-  legend.hidden = Object.values(counts).every((count) => count === 0);
+  legend.hidden = Object.values(found).every((marks) => marks.length === 0);
 }
 
 const SHAPES = {
@@ -37,8 +38,8 @@ export function drawMarks(plot, xOf, color) {
     if (x < plot.scales.x.min || x > plot.scales.x.max) continue;
     const left = plot.valToPos(x, "x", true);
     ctx.beginPath();
-    if (kind === "restarts") {
-      ctx.setLineDash([4 * ratio, 4 * ratio]);
+    if (kind in DASHES) {
+      ctx.setLineDash(DASHES[kind].map((length) => length * ratio));
       ctx.strokeStyle = color("--warn");
       ctx.moveTo(left, bbox.top);
       ctx.lineTo(left, bottom);
