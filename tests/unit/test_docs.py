@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.browser.documented import DOCUMENTED, MOST_BYTES
 from tinker_server.command_line import parse, read_settings
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,14 @@ def test_the_readme_is_one_screen_and_its_links_lead_somewhere() -> None:
     assert len(readme.splitlines()) <= 50
     links = [link for link in re.findall(r"\]\(([^)]+)\)", readme) if not link.startswith("http")]
     assert len(links) > 10 and [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_picture_of_the_dashboard_is_taken_by_the_test_shown_and_small() -> None:
+    pictures = {path.stem: path for path in (ROOT / "docs/pictures").iterdir()}
+    assert set(pictures) == set(DOCUMENTED)
+    shown = re.findall(r"!\[[^\]]+\]\(pictures/([\w-]+)\.png\)", (ROOT / "docs/dashboard.md").read_text())
+    assert sorted(shown) == sorted(DOCUMENTED)
+    assert {name: size for name, path in pictures.items() if (size := path.stat().st_size) > MOST_BYTES} == {}
 
 
 def test_the_readme_names_every_page() -> None:
