@@ -356,7 +356,7 @@ def test_samples_tell_their_run_step_and_reward_and_are_filtered_by_run_and_surv
     server, made = with_keys(tmp_path, "alice", "bob")
     with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
         alice.sign_in()
-        run_id = alice.new_run()
+        run_id = alice.new_run({"name": "a <first> try"})
         alice.train(run_id, range(2))
         path = alice.post("/save_weights_for_sampler", model_id=run_id, seq_id=5, path="drawn")["path"]
         for step in range(4):
@@ -368,6 +368,7 @@ def test_samples_tell_their_run_step_and_reward_and_are_filtered_by_run_and_surv
         seen = f"run {short(run_id)} · step 2 · reward/total 0.5 in this step"
         assert alice.get("/samples").text.count("<li ") == 3 and alice.get("/samples").text.count(seen) == 2
         assert alice.get(f"/samples?run={run_id}").text.count("<li ") == 2
+        assert f'<option value="{run_id}">a &lt;first&gt; try · {short(run_id)}</option>' in alice.get("/samples").text
         assert "step 2 · reward/total 0.5" in alice.get(f"/samples/{sample_id(alice, f'?run={run_id}')}").text
         alice.change("POST", f"/runs/{run_id}/checkpoints/sampler_weights/drawn/publish")
         bob.sign_in().post("/asample", model_path=path, prompt=prompt, sampling_params={"max_tokens": 4})
