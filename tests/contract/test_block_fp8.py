@@ -63,6 +63,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 MIXTURES = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE", "Qwen3-Next", "DeepSeek-V3")
 POWERS_OF_TWO = {"Qwen3 MoE": torch.float32, "DeepSeek-V3": torch.float8_e8m0fnu}
 """Types of scales that are powers of two, of some of the models."""
+ROUNDING = 1e-6
+"""Of sums in float32: where a weight begins in memory may change their order."""
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
 
 
@@ -89,12 +91,13 @@ def test_trainer_scores_and_gradients_are_those_of_the_dequantised_base(sources)
         found[directory] = fresh, gradients(rank, "m")
     model = _transformers(source, renderer.takes_images)
     for item, scores, whole in zip(data, found[quantised][0], found[source][0], strict=True):
-        assert np.array_equal(scores, whole)
+        np.testing.assert_allclose(scores, whole, rtol=ROUNDING)
         with torch.no_grad():
             np.testing.assert_allclose(scores, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
     got, wanted = found[quantised][1], found[source][1]
     assert got.keys() == wanted.keys() and any(tensor.any() for tensor in got.values())
-    assert all(got[name].equal(wanted[name]) for name in wanted)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=ROUNDING * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
