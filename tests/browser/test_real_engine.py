@@ -72,10 +72,11 @@ def picture(request: pytest.FixtureRequest, tmp_path: Path) -> Picture:
     """Written to `--pictures`, and else to a folder of the test."""
     folder: Path = request.config.getoption("--pictures", default=None) or tmp_path
 
-    def take(of: Page | Locator, name: str, **options: bool) -> None:
+    def take(of: Page | Locator, name: str, *, full_page: bool = False) -> None:
         if name in DOCUMENTED:
             folder.mkdir(parents=True, exist_ok=True)
-            write(of.screenshot(**options), folder / f"{name}.png")
+            shot = of.screenshot(full_page=full_page) if isinstance(of, Page) else of.screenshot()
+            write(shot, folder / f"{name}.png")
 
     return take
 
