@@ -258,6 +258,9 @@ class BaseModel:
         def run(num_tokens: int) -> None:
             run_text(self.scorer, self.renderer, world, [num_tokens * world.context.size])
 
-        memory = Memory(layers, run, world.device, limit_bytes)
+        def largest(value: float) -> float:
+            return max(gather_objects(value, world))
+
+        memory = Memory(layers, run, world.device, limit_bytes, largest)
         log.info("%s: %s", self.scorer.model.config.model_type, memory.describe())
         return memory

@@ -96,14 +96,26 @@ class ActivationCosts:
         return self.per_token - self.saved_per_token * self.num_layers
 
 
-def measure_costs(peak: Callable[[int, int], float], num_layers: int, free_bytes: float) -> ActivationCosts:
-    """Return what microbatches take. `peak` runs a microbatch of so many tokens with so many of `num_layers` layers
-    checkpointed, and returns the bytes at its peak; none that needs more than `free_bytes` is run.
+def measure_costs(
+    peak_here: Callable[[int, int], float],
+    num_layers: int,
+    free_bytes: float,
+    largest: Callable[[float], float],
+) -> ActivationCosts:
+    """Return what microbatches take. `peak_here` runs a microbatch of so many tokens with so many of `num_layers`
+    layers checkpointed, and returns the bytes at its peak; none that needs more than `free_bytes` is run. `largest`
+    returns the largest of all ranks' values: ranks that share a base wait for each other in each microbatch, and so
+    have to run the same, whatever each has free.
 
     The constant and the amount per token come from microbatches with all layers checkpointed, of which long ones fit
     beside any base that is planned: in few tokens the head's logits and its copied weight, a constant from
     `MEASURED_TOKENS` on, would count as an amount per token.
     """
+
+    def peak(num_tokens: int, recomputing: int) -> float:
+        return largest(peak_here(num_tokens, recomputing))
+
+    free_bytes = -largest(-free_bytes)
     of_least = peak(LEAST_MEASURED_TOKENS, num_layers)
     saved_per_token = (peak(LEAST_MEASURED_TOKENS, 0) - of_least) / LEAST_MEASURED_TOKENS
     short, long = MEASURED_TOKENS
@@ -137,8 +149,10 @@ class Memory:
         run: Callable[[int], None],
         device: torch.device,
         limit_bytes: int,
+        largest: Callable[[float], float],
     ) -> None:
-        """`run` runs forward and backward of made-up text of so many tokens; its code is compiled already."""
+        """`run` runs forward and backward of made-up text of so many tokens; its code is compiled already. `largest`
+        is that of `measure_costs`."""
         self.graphs_bytes = 0
         """Reserved for graphs, which compute other microbatches than those planned here."""
         self.models_bytes = 0
@@ -148,9 +162,9 @@ class Memory:
         self._device = device
         self._limit_bytes = limit_bytes
         self._recomputation = layers
-        self._costs = self._measure(run)
+        self._costs = self._measure(run, largest)
 
-    def _measure(self, run: Callable[[int], None]) -> ActivationCosts:
+    def _measure(self, run: Callable[[int], None], largest: Callable[[float], float]) -> ActivationCosts:
         def peak(num_tokens: int, recomputing: int) -> float:
             self._recomputation.use(recomputing)
             before = torch.cuda.memory_allocated(self._device)
@@ -158,7 +172,7 @@ class Memory:
             run(num_tokens)
             return torch.cuda.max_memory_allocated(self._device) - before
 
-        return measure_costs(peak, self._recomputation.num_layers, self._free_bytes)
+        return measure_costs(peak, self._recomputation.num_layers, self._free_bytes, largest)
 
     @property
     def _free_bytes(self) -> float:

@@ -192,7 +192,7 @@ class Card:
             "memory_snapshot": snapshot,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        rank.base.memory = Memory(Recomputation(layers), run, torch.device("cpu"), limit_bytes)
+        rank.base.memory = Memory(Recomputation(layers), run, torch.device("cpu"), limit_bytes, float)
         for name in ("missing_bytes", "training_bytes"):
             monkeypatch.setattr(LoraModel, name, 0)  # a model's own are not on this card
 

@@ -1,13 +1,15 @@
 """Layers that recompute: their inputs wait in main memory where the plan says so."""
 
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tinker_server.backends.trainer.model.recompute import GIB, Recomputation, measure_costs
+from tinker_server.backends.trainer.model.recompute import GIB, ActivationCosts, Recomputation, measure_costs
 
 
 class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -62,7 +64,7 @@ def test_what_a_head_takes_at_once_is_no_amount_per_token_however_little_is_free
         ran.append(head + num_tokens * (0.3 * MIB + (36 - recomputing) * MIB / 12))
         return ran[-1]
 
-    costs = measure_costs(peak, 36, free_gib * GIB)
+    costs = measure_costs(peak, 36, free_gib * GIB, float)
     assert max(ran) <= free_gib * GIB
     assert costs.constant == pytest.approx(1.7 * GIB, rel=0.01)
     assert costs.least_per_token == pytest.approx(0.3 * MIB, rel=0.01)
@@ -77,6 +79,32 @@ def test_nothing_is_run_that_needs_more_than_is_free() -> None:
         ran.append(num_tokens * (0.3 * MIB + (36 - recomputing) * MIB / 12))
         return ran[-1]
 
-    costs = measure_costs(peak, 36, 500 * MIB)
+    costs = measure_costs(peak, 36, 500 * MIB, float)
     assert max(ran) <= 500 * MIB
     assert costs.longest(500 * MIB) == pytest.approx(500 / 0.3, rel=0.01)
+
+
+def test_ranks_that_wait_for_each_other_run_the_same_microbatches() -> None:
+    """Two ranks that share a base, of which one has so little less free that it alone would not run a microbatch."""
+    barrier, values = threading.Barrier(2), [0.0, 0.0]
+
+    def measure(rank: int) -> tuple[list[tuple[int, int]], ActivationCosts]:
+        ran: list[tuple[int, int]] = []
+
+        def peak(num_tokens: int, recomputing: int) -> float:
+            ran.append((num_tokens, recomputing))
+            return num_tokens * (0.3 * MIB + (36 - recomputing) * MIB / 12) + rank * MIB
+
+        def largest(value: float) -> float:
+            values[rank] = value
+            barrier.wait(timeout=10)
+            found = max(values)
+            barrier.wait(timeout=10)
+            return found
+
+        return ran, measure_costs(peak, 36, (2048 * 0.3 + 1.5 * (1 - rank)) * MIB, largest)
+
+    with ThreadPoolExecutor(2) as threads:
+        (ran, costs), (also_ran, also_costs) = threads.map(measure, range(2))
+    assert ran == also_ran and costs == also_costs
+    assert max(num_tokens for num_tokens, _ in ran) == 1024
