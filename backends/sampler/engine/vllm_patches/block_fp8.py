@@ -40,6 +40,8 @@ _QUERIES = ("q", "k", "v")
 """As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
 _MLP = {"gate_up_proj": ["gate_proj", "up_proj"]}
 """What vLLM joins in dense layers of mixtures, which it says too late."""
+_TOWER = "vision"
+"""In vLLM's names of all vision towers that have their layers in `layers`."""
 _JOINED = {"in_proj_qkvz": (3, 1)}
 """Numbers of vLLM's parts of a linear that each of the files' tensors has, where it has several. Some kinds of
 models have a single tensor for a linear of this name."""
@@ -110,8 +112,10 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
 
 
 def _key(name: str) -> str:
-    """Return a name from the number of its layer on: vLLM calls what is before otherwise than the files."""
-    return name.partition("layers.")[2]
+    """Return a name of the decoder's from the number of its layer on: vLLM calls what is before otherwise than the
+    files. Return "" for what is in no layer of the decoder: a vision tower may have layers of the same names."""
+    root, _, key = name.partition("layers.")
+    return "" if _TOWER in root else key
 
 
 class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 
 from tinker_server.backends.formats.block_fp8 import packed, unpack
-from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import PackedFp8
+from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import PackedFp8, PackedLinearMethod
 
 MODULE = "layers.0.linear_attn"
 INPUTS = 140
@@ -52,6 +52,22 @@ def test_an_input_projection_of_linear_attention_has_the_tensors_of_the_files(
         weight.weight_loader(weight, tensors[-1], *([part] if len(outputs_of_files) > 1 else []))  # type: ignore[attr-defined]
     method.process_weights_after_loading(layer)
     assert weight.equal(torch.cat(tensors))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "tower"),
+    [
+        ("language_model.model", "vision_tower.vision_model.encoder"),  # Gemma 3's
+        ("model.text_model", "model.vision_model.encoder"),  # SmolVLM's
+    ],
+)
+def test_a_vision_tower_with_the_names_of_the_decoder_keeps_its_numbers(decoder: str, tower: str) -> None:
+    names = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.down_proj"]
+    config = PackedFp8([f"model.language_model.layers.0.{name}.weight" for name in names])
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    for linear in ("self_attn.qkv_proj", "mlp.down_proj"):
+        methods = [config.get_quant_method(Linear(), f"{root}.layers.0.{linear}") for root in (decoder, tower)]
+        assert [type(one) for one in methods] == [PackedLinearMethod, UnquantizedLinearMethod]
 
 
 def test_each_rank_has_its_part_of_a_linear_in_fp8_and_of_what_the_files_have_whole() -> None:
