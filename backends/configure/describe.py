@@ -268,8 +268,8 @@ def _numerics(spec: ModelSpec) -> dict[str, str]:
         "gpu_memory_bytes": spec.placement.trainer_bytes,
         "replay_routing": spec.routing_dir is not None,
     }
-    if spec.makes_fp8:
-        values["base_precision"] = "fp8, quantised at load"
+    if spec.base_precision is not None:  # kernels that dequantise sum in another order
+        values["base_precision"] = spec.base_precision + (", quantised at load" if spec.makes_fp8 else "")
     if spec.mesh.context > 1:
         values["context_parallel"] = spec.mesh.context
     return {name: str(value) for name, value in values.items()} | {name: version(name) for name in _COMPUTING}

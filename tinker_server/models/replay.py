@@ -114,7 +114,9 @@ def log_changed_numerics(run: TrainingRun, numerics: Mapping[str, str]) -> None:
     """Warn where settings and versions of libraries have changed since the run was made."""
     before = run.computed_with or numerics
     changed = [
-        f"{name} was {before.get(name)}, is {value}" for name, value in numerics.items() if before.get(name) != value
+        f"{name} was {before.get(name)}, is {numerics.get(name)}"
+        for name in {**before, **numerics}
+        if before.get(name) != numerics.get(name)
     ]
     if changed:
         log.warning("model %s: results may differ in the last bits from before: %s", run.model_id, "; ".join(changed))

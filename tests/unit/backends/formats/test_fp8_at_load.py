@@ -130,7 +130,7 @@ def test_a_base_that_is_quantised_is_another_base_and_says_so(tmp_path: Path) ->
     config = BackendConfig(models={"a": str(published)}, device="cpu")
     kept = describe_models(config.model_copy(update={"base_precision": "fp8"}), MACHINE)["a"].spec
     assert kept.fingerprint == describe_models(config, MACHINE)["a"].spec.fingerprint and not kept.makes_fp8
-    assert kept.numerics == precise.numerics
+    assert kept.numerics == {**precise.numerics, "base_precision": "fp8"}
 
 
 @pytest.mark.parametrize(

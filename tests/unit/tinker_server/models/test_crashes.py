@@ -261,14 +261,14 @@ async def test_weights_that_were_loaded_outlive_their_checkpoint(tmp_path: Path)
         assert json.loads(stepped.body)["metrics"]["step"] == 2
 
 
-async def test_a_changed_version_of_a_library_is_logged_when_a_model_is_restored(
+async def test_what_changes_the_last_bits_is_logged_when_a_model_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with server(tmp_path / "data", numerics={"torch": "1"}) as before:
+    async with server(tmp_path / "data", numerics={"torch": "1", "base_precision": "fp8"}) as before:
         await before.result(await before.create_model())
     async with server(tmp_path / "data", numerics={"torch": "2"}) as after:
         assert not (await after.result(await after.optim_step(1, before.model_id))).failed
-    assert "torch was 1, is 2" in caplog.text
+    assert "torch was 1, is 2; base_precision was fp8, is None" in caplog.text
 
 
 async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
