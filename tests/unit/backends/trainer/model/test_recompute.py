@@ -102,7 +102,7 @@ def test_ranks_that_wait_for_each_other_run_the_same_microbatches() -> None:
             barrier.wait(timeout=10)
             return found
 
-        return ran, measure_costs(peak, 36, (2048 * 0.3 + 1.5 * (1 - rank)) * MIB, largest)
+        return ran, measure_costs(peak, 36, (2048 * 0.3 + 2.5 * (1 - rank)) * MIB, largest)
 
     with ThreadPoolExecutor(2) as threads:
         (ran, costs), (also_ran, also_costs) = threads.map(measure, range(2))
