@@ -289,4 +289,4 @@ async def check_sampler(source: Path, tmp_path: Path, num_ranks: int) -> None:
     if dtype == "float32":
         assert both.max() < ATOL
     else:
-        assert both.mean() < 0.03 and both.max() < 0.2, (both.mean(), both.max())
+        assert both.mean() < 0.03 and both.max() < 0.25, (both.mean(), both.max())
