@@ -71,15 +71,24 @@ class WholeCheck:
         """Compute this rank's microbatch whole, and compare; `logprobs_NK` has its gradient, if there is one, and what
         is accumulated is the microbatch's. Raises SharingDiffers."""
         base, world = self._base, self._world
+        has_gradient = logprobs_NK.grad is not None and bool(logprobs_NK.grad.any())
+        says = gather_objects((bool(logprobs_NK.isfinite().all()), has_gradient), world)
+        # A model that has diverged gives nothing to compare.
+        kinds = _kinds_of([members for members, (finite, _) in zip(chosen, says, strict=True) if finite])
+        if not any(
+            with_gradient for _, with_gradient in says
+        ):  # as with advantages of 0: gradients are still to compare
+            kinds = {kind._replace(backward=False) for kind in kinds}
+            if kinds and kinds <= self._compared:
+                return
         self._keep_waiting(max(map(self._limit_s, chosen)))
         trie = join_tries(parts)
         if base.is_coupled:
             reason = self._compare(trie, parts, scales_PR, logprobs_NK)
         else:
             reason = agreed(lambda: self._compare(trie, parts, scales_PR, logprobs_NK), world)
-        kinds = _kinds_of(chosen)
         if reasons := [reason for reason in gather_objects(reason, world) if reason]:
-            named = "; ".join(map(str, sorted(kinds - self._compared)))
+            named = "; ".join(map(str, sorted(_kinds_of(chosen) - self._compared)))
             log.error("datums that begin alike are computed whole from now on (%s): %s", named, "; ".join(reasons))
             raise SharingDiffers
         self._compared |= kinds

@@ -24,8 +24,10 @@ DEEP = (150, 130, 9), (150, 130, 8), (150, 7), (60,)
 Found = tuple[list[ForwardBackwardOutput], dict[str, dict[str, torch.Tensor]]]
 
 
-def encode(inputs: Sequence[ModelInput], renderer: Renderer) -> EncodedBatch:
-    random, data = np.random.default_rng(0), []
+def encode(inputs: Sequence[ModelInput], renderer: Renderer, advantages: Sequence[float] | None = None) -> EncodedBatch:
+    """`advantages`: by datum, that of all its tokens; None: each token has its own."""
+    random = np.random.default_rng(0)
+    data: list[Datum] = []
     for model_input in inputs:
         length = renderer.layout(model_input, "datum").num_tokens
         given: dict[str, np.ndarray] = {
@@ -33,6 +35,8 @@ def encode(inputs: Sequence[ModelInput], renderer: Renderer) -> EncodedBatch:
             "advantages": random.normal(size=length).astype(np.float32),
             "logprobs": np.full(length, -5.5, np.float32),
         }
+        if advantages is not None:
+            given["advantages"] = np.full(length, advantages[len(data)], np.float32)
         data.append(Datum(model_input=model_input, loss_fn_inputs=given))
     return batch(data, "ppo")
 
@@ -149,3 +153,28 @@ def test_the_numbers_of_a_model_that_has_diverged_are_no_reason_to_end_sharing(t
         stack.a_LrI.data.fill_(torch.nan)
     failed, _ = together(rank, [("m", of), ("other", of)])
     assert "have diverged" in str(failed) and rank.base.whole_below == 0
+
+
+@pytest.mark.parametrize("first", ["advantages of 0", "weights that diverged"])
+def test_a_microbatch_without_a_gradient_to_compare_does_not_stand_for_others(
+    first: str, tiny_text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, renderer = rank_of(tiny_text), make_renderer(tiny_text)
+    if first == "advantages of 0":
+        sizes: list[int] = []
+        rank.base.scorer.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0].targets_TK)))
+        compute(rank, encode(texts(*GROUP), renderer, [0.0] * 4))
+        before = len(sizes)
+        compute(rank, encode(texts(*GROUP), renderer, [0.0] * 4))
+        assert len(sizes) == before + 1, "log probabilities are compared once"
+    else:
+        for name in MODELS:
+            kept = [stack.a_LrI.data.clone() for stack in rank.models[name].stacks]
+            for stack in rank.models[name].stacks:
+                stack.a_LrI.data.fill_(torch.nan)
+            together(rank, [(name, encode(texts(*GROUP), renderer))])
+            for stack, own in zip(rank.models[name].stacks, kept, strict=True):
+                stack.a_LrI.data.copy_(own)
+    break_gradients(monkeypatch)
+    compute(rank, encode(texts(*GROUP), renderer))
+    assert "gradients differ by 1 of their norm" in caplog.text and rank.base.whole_below is None
