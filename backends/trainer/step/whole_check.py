@@ -72,12 +72,11 @@ class WholeCheck:
         is accumulated is the microbatch's. Raises SharingDiffers."""
         base, world = self._base, self._world
         has_gradient = logprobs_NK.grad is not None and bool(logprobs_NK.grad.any())
-        says = gather_objects((bool(logprobs_NK.isfinite().all()), has_gradient), world)
         # A model that has diverged gives nothing to compare.
+        says = gather_objects((bool(logprobs_NK.isfinite().all()), has_gradient), world)
         kinds = _kinds_of([members for members, (finite, _) in zip(chosen, says, strict=True) if finite])
-        if not any(
-            with_gradient for _, with_gradient in says
-        ):  # as with advantages of 0: gradients are still to compare
+        # Where there is no gradient, as with advantages of 0, gradients are still to compare.
+        if not any(with_gradient for _, with_gradient in says):
             kinds = {kind._replace(backward=False) for kind in kinds}
             if kinds and kinds <= self._compared:
                 return
