@@ -33,9 +33,15 @@ class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
         super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Leave to other workers what this worker need not have yet."""
-        if not self.workqueue or self._pending_of(self.assigned_work[node]) < NUM_HELD:
+        """Leave to other workers what this worker need not have yet. Scopes that a crashed worker had run to their end
+        are in the queue again, without a test: a worker that got nothing else would wait for ever."""
+        while self.workqueue and not node.shutting_down and not self._has_next(node):
+            self._assign_work_unit(node)
+        if not self._has_next(node):
             super()._reschedule(node)
+
+    def _has_next(self, node: WorkerController) -> bool:
+        return self._pending_of(self.assigned_work[node]) >= NUM_HELD
 
 
 def _place(scope: str) -> int:

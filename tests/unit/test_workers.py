@@ -4,11 +4,12 @@ pytest tests/unit/test_workers.py
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.workers import ByEngine
+from tests.workers import APART, TOGETHER, ByEngine
 
 UNIT, SMALL, OTHER = (f"tests/unit/test_{name}.py::test_it" for name in "abc")
 CONTRACT = ["tests/contract/test_a.py::test_it", "tests/contract/test_a.py::test_another"]
@@ -83,3 +84,28 @@ def test_a_worker_holds_the_next_test_and_no_more(config: pytest.Config) -> None
     assert [[tests[index] for index in worker.given] for worker in workers] == [[CHAOS[0], UNIT], [CHAOS[1], SMALL]]
     assert run_alone(scheduler, workers[1], tests) == [CHAOS[1], SMALL, OTHER]
     assert workers[1].shutting_down
+
+
+def test_after_a_crash_every_test_is_given_to_a_worker_that_then_has_the_next(config: pytest.Config) -> None:
+    tests = [f"tests/unit/test_{number:02}.py::test_it" for number in range(12)]
+    scheduler, [first, second] = scheduled(config, tests, 2)
+    for number in range(4):  # each file to its end, so that it has no test left
+        scheduler.mark_test_complete(first, first.given[number])
+    crashed_in = first.given[4]
+    assert scheduler.remove_node(first) == tests[crashed_in]
+    scheduler.add_node(third := Worker())
+    scheduler.add_node_collection(third, tests)
+    scheduler.schedule()
+    ran = {second: 0, third: 0}
+    while able := [each for each in ran if len(each.given) - ran[each] > (not each.shutting_down)]:
+        for each in able:
+            scheduler.mark_test_complete(each, each.given[ran[each]])
+            ran[each] += 1
+    assert {*first.given[:4], *second.given, *third.given} == set(range(12))
+    assert scheduler.tests_finished and ran == {second: len(second.given), third: len(third.given)}
+
+
+def test_every_file_that_is_given_with_others_is_there() -> None:
+    root = Path(__file__).parents[2]
+    named = [APART, *(file for files in TOGETHER.values() for file in files)]
+    assert [file for file in named if not (root / file).exists()] == []
