@@ -172,6 +172,8 @@ def _device_args(config: ModelSpec) -> dict[str, object]:
         return {
             "enforce_eager": True,
             "max_num_batched_tokens": max(4096, max_sequences(config)),
+            # As the trainer has the states of linear attention; by itself vLLM chooses by the processor.
+            "mamba_ssm_cache_dtype": "float32",
         }
     # Graphs (`prefill_graphs.py`) without torch.compile: as fast as both, and up in a third of the time.
     return {
