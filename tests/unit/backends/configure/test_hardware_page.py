@@ -22,6 +22,7 @@ PARAMETERS = {
 """As the models' cards state them, where these count what the plan counts."""
 
 
+@pytest.mark.timeout(900)
 def test_the_page_of_hardware_is_what_the_plan_says() -> None:
     assert hardware_page.PAGE.read_text() == hardware_page.page(), "run `make hardware`"
 
