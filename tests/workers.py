@@ -41,7 +41,8 @@ class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
             super()._reschedule(node)
 
     def _has_next(self, node: WorkerController) -> bool:
-        return self._pending_of(self.assigned_work[node]) >= NUM_HELD
+        num_pending: int = self._pending_of(self.assigned_work[node])
+        return num_pending >= NUM_HELD
 
 
 def _place(scope: str) -> int:
