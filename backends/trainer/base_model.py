@@ -258,9 +258,6 @@ class BaseModel:
         def run(num_tokens: int) -> None:
             run_text(self.scorer, self.renderer, world, [num_tokens * world.context.size])
 
-        def largest(value: float) -> float:
-            return max(gather_objects(value, world))
-
-        memory = Memory(layers, run, world.device, limit_bytes, largest)
+        memory = Memory(layers, run, world.device, limit_bytes, lambda value: max(gather_objects(value, world)))
         log.info("%s: %s", self.scorer.model.config.model_type, memory.describe())
         return memory

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Form, Query, Request, Response
 from tinker_server.api_schemas.checkpoints import SetTtlRequest
 from tinker_server.api_schemas.weights import Kind, TinkerPath
 from tinker_server.dashboard.page_route import PageRoute
-from tinker_server.dashboard.pages.runs import PER_PAGE, Number, last_page
+from tinker_server.dashboard.pages.runs import PER_PAGE, Number, find_titles, last_page
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.routes import checkpoints as api
@@ -20,8 +20,6 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 OF_RUN = "/runs/{run_id}/checkpoints"
 ONE = OF_RUN + "/{kind}/{name}"
 MOST = 200
-RUNS_OFFERED = 200
-"""Runs that the filter of the page offers, the newest."""
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 NEVER = 0
 
@@ -43,11 +41,9 @@ async def show_all(  # noqa: PLR0913 - one for each parameter of the query
     number: Number = 1,
 ) -> Response:
     """Show one page of the checkpoints of all runs, newest first; `kind` and `run` select some."""
-    scope, now = Scope(viewer.owner), time.time()
-    asked = Page(scope, PER_PAGE, (number - 1) * PER_PAGE)
-    found, total = await server.catalog.checkpoints(asked, [kind] if kind else KINDS, now, run or None)
-    offered, _ = await server.catalog.runs(Page(scope, RUNS_OFFERED, 0), now)
-    titles = {record.run.model_id: record.title for record in offered}
+    asked = Page(Scope(viewer.owner), PER_PAGE, (number - 1) * PER_PAGE)
+    found, total = await server.catalog.checkpoints(asked, [kind] if kind else KINDS, time.time(), run or None)
+    titles = await find_titles(server, viewer)
     filters = {"kinds": KINDS, "kind": kind, "run": run, "titles": ({run: ""} if run else {}) | titles}
     values = {"checkpoints": found, "total": total, "number": number, "last_page": last_page(total)}
     return page(request, "checkpoints.html", {**values, **filters})

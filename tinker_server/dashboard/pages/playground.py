@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.pages.runs import find_titles
 from tinker_server.dashboard.rendering import page, short
 from tinker_server.dashboard.texts import LIKELY
 from tinker_server.dashboard.viewer import Viewing
@@ -17,8 +18,6 @@ from tinker_server.web.deps import Server
 router = APIRouter(prefix="/playground", route_class=PageRoute, include_in_schema=False)
 OFFERED = 100
 """Saved weights that the page offers, the newest; any other path can be typed."""
-RUNS_OFFERED = 200
-"""Runs whose titles are looked up, the newest."""
 STEPS_SHOWN = 50
 Chosen = Annotated[str, Query(max_length=1000)]
 
@@ -33,10 +32,9 @@ async def show_playground(
     request: Request, server: Server, viewer: Viewing, chosen: Annotated[str, Depends(_chosen)], run: Chosen = ""
 ) -> Response:
     """Show the page; the browser then calls the chat endpoint itself. `run`: the run whose steps it offers first."""
-    asked, now = Page(Scope(viewer.owner), OFFERED, 0), time.time()
-    saved, _ = await server.catalog.checkpoints(asked, ["sampler_weights"], now)
-    offered, _ = await server.catalog.runs(Page(Scope(viewer.owner), RUNS_OFFERED, 0), now)
-    titles = {record.run.model_id: record.title or short(record.run.model_id) for record in offered}
+    asked = Page(Scope(viewer.owner), OFFERED, 0)
+    saved, _ = await server.catalog.checkpoints(asked, ["sampler_weights"], time.time())
+    titles = await find_titles(server, viewer)
     with_steps = [*dict.fromkeys(weights.run_id for weights in saved), *([run] if run in titles else [])]
     runs = {run_id: titles.get(run_id) or short(run_id) for run_id in with_steps}
     bases = list(server.models.served)

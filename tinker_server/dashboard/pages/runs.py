@@ -32,12 +32,20 @@ from tinker_server.web.deps import Server, Services
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 PER_PAGE = 50
+RUNS_OFFERED = 200
+"""Runs whose titles filters and choices of other pages have, the newest."""
 Number = Annotated[int, Query(alias="page", ge=1, le=10**6)]
 
 
 def last_page(total: int) -> int:
     """Return the number of the last page of a list of so many runs."""
     return max(1, -(-total // PER_PAGE))
+
+
+async def find_titles(server: Services, viewer: Viewer) -> dict[str, str]:
+    """Return the titles of the viewer's newest runs, by run; "" for a run without a title."""
+    newest, _ = await server.catalog.runs(Page(Scope(viewer.owner), RUNS_OFFERED, 0), time.time())
+    return {record.run.model_id: record.title for record in newest}
 
 
 @dataclass(frozen=True)

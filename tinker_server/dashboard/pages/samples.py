@@ -1,6 +1,5 @@
 """The latest samples, token by token, with the run, step and reward that they belong to."""
 
-import time
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
@@ -10,6 +9,7 @@ from tinker_server.backends.protocol import BaseModel
 from tinker_server.dashboard.code import Draw
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.curves import important_of
+from tinker_server.dashboard.pages.runs import find_titles
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.texts import Completion, Part, completion_of, parts_of, prompt_parts
 from tinker_server.dashboard.thumbnails import thumbnail
@@ -17,14 +17,11 @@ from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
 from tinker_server.observability.recent_samples import Shown
 from tinker_server.offload import off_loop
-from tinker_server.store.catalog import Page, Scope
 from tinker_server.web.deps import Server, Services
 
 router = APIRouter(prefix="/samples", route_class=PageRoute, include_in_schema=False)
 MOST_OF_RUN = 100
 """Samples of a run in the list."""
-RUNS_OFFERED = 200
-"""Newest runs whose titles are in the filter."""
 PREVIEW_TOKENS = 60
 NO_CLIENT = "none"
 """Stands in the filter for samples of base models and of chats, which have no sampling session."""
@@ -80,9 +77,9 @@ async def show_samples(request: Request, server: Server, viewer: Viewing, client
     previews = [
         await off_loop(viewer.owner, shown.size_bytes, _preview, server, shown, origins[shown.of]) for shown in listed
     ]
-    recent, _ = await server.catalog.runs(Page(Scope(viewer.owner), RUNS_OFFERED, 0), time.time())
-    titles = {record.run.model_id: record.title for record in recent}
-    offered = {of: titles.get(of, "") for of in (runs if not run or run in runs else [*runs, run])}
+    named = runs if not run or run in runs else [*runs, run]
+    titles = await find_titles(server, viewer) if named else {}
+    offered = {of: titles.get(of, "") for of in named}
     filters = {"clients": clients, "client": client, "no_client": NO_CLIENT, "titles": offered, "run": run}
     values = {"previews": previews, "most_images": THUMBNAILS, "per_owner": server.gallery.per_owner}
     return page(request, "samples.html", {**values, **filters, "on_disk": server.settings.samples_disk_bytes})
