@@ -160,7 +160,7 @@ def plan_parts(
         of_engine = engine_parts(size, demand, len(layout.engines[0]), device)
         for gpu in chain.from_iterable(layout.engines):
             parts += _parts(size, gpu, "engine", _without_base(of_engine, gpu in shared))
-    return tuple(_sum_parts(parts))
+    return tuple(_sum_parts(parts) if device == "cpu" else parts)
 
 
 def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: bool, device: str) -> dict[str, int]:
@@ -270,7 +270,7 @@ def _parts(size: ModelSize, gpu: int, process: Process, parts: Mapping[str, int]
 
 
 def _sum_parts(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """Add up equal parts of a memory: on the CPU those of several ranks and engines."""
+    """Add up equal parts of a CPU's memory: those of several ranks and engines."""
     totals: defaultdict[tuple[str, int, Process, str], int] = defaultdict(int)
     for part in parts:
         totals[part.model, part.gpu, part.process, part.name] += part.size_bytes

@@ -74,17 +74,17 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         _Search(sizes, config.model_copy(update={"base_copies": copies}), machine, device)
         for copies in _base_copies(sizes, config, device)
     ]
-    tried: list[MemoryPlan] = []
     bases = [*_bases(config, device)]
     # What costs time in every microbatch comes last.
     offloading = [replace(wish, offloads_inputs=True) for wish in bases] if device == "cuda" else []
-    for wish in (*bases, *offloading):
-        tried = []
-        for search in searches:
-            for plan in search.laid_out(wish):
-                if plan.missing_bytes <= 0 and search.short_cache(plan) is None:
-                    return search.give_out(search.enlarge(search.widen(plan), wish))
-                tried.append(plan)
+    wishes = [*bases, *offloading]
+    # The last wish asks for the least: if it does not fit, none does. The searches that fail are the longest.
+    fit, tried = _first_fit(searches, wishes[-1])
+    for wish in wishes if fit else ():
+        fit, _ = _first_fit(searches, wish)
+        if fit is not None:
+            search, plan = fit
+            return search.give_out(search.enlarge(search.widen(plan), wish))
     least = min(tried, key=lambda plan: plan.missing_bytes)
     if (reason := searches[0].short_cache(least)) is not None:
         raise BackendFailed(reason)
@@ -360,6 +360,19 @@ class _Search:
         totals = _usable(self._totals, layouts.values())
         wholes = totals if self._config.gpu_memory_bytes is None else (self._largest_gpu,) * len(totals)
         return MemoryPlan(self._device, totals, demands, dict(layouts), parts, wholes)
+
+
+def _first_fit(
+    searches: Sequence[_Search], wish: _Open
+) -> tuple[tuple[_Search, MemoryPlan] | None, list[MemoryPlan]]:
+    """Return the first plan with this demand that fits, with its search, or None; and the plans before it."""
+    tried: list[MemoryPlan] = []
+    for search in searches:
+        for plan in search.laid_out(wish):
+            if plan.missing_bytes <= 0 and search.short_cache(plan) is None:
+                return (search, plan), tried
+            tried.append(plan)
+    return None, tried
 
 
 def _usable(totals: Sequence[int], layouts: Collection[Layout]) -> tuple[int, ...]:
