@@ -447,6 +447,9 @@ async def test_doctor_plans_slots_for_the_runs_of_the_data_directory(
     (settings.data_dir / "tinker-server.db").write_bytes(b"no database" * 100)
     form, said = await slots()
     assert form == "service" and "planned as without runs and weights: the database cannot be read: " in said
+    monkeypatch.setenv("TINKER_SERVER_DATABASE_URL", "mysql+aiomysql://user:password@host/name")
+    form, said = await slots()
+    assert form == "service" and "the database cannot be read: No module named 'aiomysql'" in said
 
 
 def test_doctor_without_a_model_names_what_is_installed() -> None:

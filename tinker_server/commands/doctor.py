@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from rich.table import Table
 from sqlalchemy import URL
-from sqlalchemy.exc import SQLAlchemyError
 
 from tinker_server.backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch
 from tinker_server.backends.configure.torchvision_check import require_torchvision
@@ -15,7 +14,7 @@ from tinker_server.backends.protocol import NO_RUNS, BackendFailed, OwnLayout
 from tinker_server.commands.tables import show
 from tinker_server.models.admission import MAX_IMAGE_BYTES
 from tinker_server.store.own_layout import bases_of_own_layout
-from tinker_server.store.reading import open_for_reading
+from tinker_server.store.reading import UNREADABLE, open_for_reading
 
 GIB = 1 << 30
 
@@ -26,7 +25,7 @@ async def read_own_layout(database_url: str | URL) -> OwnLayout:
     try:
         async with open_for_reading(database_url) as session:
             return NO_RUNS if session is None else await bases_of_own_layout(session)
-    except (SQLAlchemyError, OSError) as error:
+    except UNREADABLE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         print(f"planned as without runs and weights: the database cannot be read: {reason}", file=sys.stderr)
         return NO_RUNS

@@ -2,11 +2,10 @@
 
 from sqlalchemy import text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import SQLAlchemyError
 
 from tinker_server.auth import keys
 from tinker_server.settings import Settings
-from tinker_server.store.reading import open_for_reading
+from tinker_server.store.reading import UNREADABLE, open_for_reading
 
 
 async def advise(settings: Settings) -> str:
@@ -16,7 +15,7 @@ async def advise(settings: Settings) -> str:
         return ""
     try:
         count = await _count_runs(settings.resolve_database_url())
-    except (SQLAlchemyError, OSError) as error:
+    except UNREADABLE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return f"runs that were made without a key could not be counted: the database cannot be read: {reason}\n"
     if count == 0:
