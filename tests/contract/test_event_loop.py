@@ -263,7 +263,7 @@ def test_the_loop_comes_round_while_a_body_is_read_checked_and_refused(server: R
 @pytest.mark.parametrize("num_polls", [1, 8])
 def test_the_loop_comes_round_while_large_results_are_sent_as_json(server: Running, num_polls: int) -> None:
     """The results are log probabilities, fifteen megabytes for a single poll, for clients that take no protobuf."""
-    length = 2_000_000 if num_polls == 1 else 500_000
+    length = 2_000_000 if num_polls == 1 else 150_000
     numbers = np.ones(length, "<f4").tobytes()
     one = pb.Datum(
         model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.ones(length, "<i4").tobytes()))],
@@ -278,7 +278,7 @@ def test_the_loop_comes_round_while_large_results_are_sent_as_json(server: Runni
     poll = json.dumps({"request_id": server.result(submitted) and submitted.json()["request_id"]}).encode()
     stalls: list[float] = []
     headers = {"accept": JSON, "content-type": JSON}
-    while len(stalls) < 4 and min(stalls, default=1) > LONGEST_STALL_S / 2:  # the machine is shared
+    while len(stalls) < 4 and min(stalls, default=1) > LONGEST_STALL_S:  # the machine is shared
         done = asyncio.Event()
         watch = asyncio.run_coroutine_threadsafe(longest_stall_until(done), server.loop)
         with ThreadPoolExecutor(num_polls) as polls:
