@@ -68,10 +68,11 @@ class BackendConfig(BaseModel):
     """Copies of a base on a GPU: 2, of trainer and engine; or 1, which a third process holds for both. If absent: 1 on
     CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base; but 2 where trainer and
     engine lay it out differently, and with cluster."""
-    base_precision: Literal["fp8"] | None = None
+    base_precision: Literal["fp8", "mxfp4"] | None = None
     """fp8: trainers and engines keep the linears and experts of a base in fp8 by blocks, and dequantise them for each
-    use: as the files have them, or, if these are not quantised, made of them at load. If absent: those of files in fp8
-    are dequantised once, to twice the memory, with equal numbers."""
+    use: as the files have them, or, if these are not quantised, made of them at load. mxfp4: the same of experts that
+    the files have in MXFP4. If absent: those of files in fp8 or MXFP4 are dequantised once, to twice or four times the
+    memory, with equal numbers."""
     gpu_memory_bytes: int | None = Field(default=None, ge=1 << 30)
     """Memory of each GPU that the server takes in all, where others use the rest. The GPUs must be alike. If absent:
     all of it."""

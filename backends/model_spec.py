@@ -8,7 +8,7 @@ from tinker_server.backends.protocol import BaseModelInfo
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
-BasePrecision = Literal["fp8"]
+BasePrecision = Literal["fp8", "mxfp4"]
 ENGINE_GRAPHS_BYTES = 7 << 28
 """Bytes that an engine's captured CUDA graphs take of its part of a GPU: 1.54 GiB on an H100, with 8 layers of a dense
 model of 4 billion."""
@@ -106,7 +106,8 @@ class ModelSpec(BaseModelInfo):
     is_quantised: bool = False
     """True if trainer and engine dequantise the base as they read its files."""
     base_precision: BasePrecision | None = None
-    """Precision in which trainer and engine keep the linears and experts of the base's decoder; None: `dtype`."""
+    """Precision in which trainer and engine keep the linears and experts of the base's decoder, or its experts alone
+    (mxfp4); None: `dtype`."""
     base_copies: int = 2
     """2: trainer and engine have a copy of the base each; 1: they map one that another process holds."""
     base_dir: Path | None = None

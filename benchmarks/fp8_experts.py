@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tinker_server.backends.formats.block_fp8 import halves, packed_bytes
-from tinker_server.backends.kernels.fp8_experts import AlignedPairs, SortedPairs, product_by_expert, tile_rows
+from tinker_server.backends.formats.block_fp8 import packed_bytes
+from tinker_server.backends.formats.packed import halves
+from tinker_server.backends.kernels.packed_experts import AlignedPairs, SortedPairs, product_by_expert, tile_rows
 
 SIZES = {"30b-a3b": (128, 8, 2048, 768), "35b-a3b": (256, 8, 2048, 512)}
 """Experts, experts of a token, hidden and inner width."""

@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="copies of a base on a GPU: 1, for trainer and engine (default where it can be), or 2",
     )
-    precision_help = "keep bases in fp8, made at load where files are not quantised (fp8 files are dequantised once)"
-    models.add_argument("--base-precision", choices=["fp8"], help=precision_help)
+    precision_help = "keep bases in fp8, made at load where files are not quantised, or experts in their files' mxfp4"
+    models.add_argument("--base-precision", choices=["fp8", "mxfp4"], help=precision_help)
     _add_sizes(models)
     models.add_argument(
         "--train-vision", action="store_true", default=None, help="models train the vision tower too (off)"

@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinker_server.backends.base_weights.name_map import View
 from tinker_server.backends.base_weights.shared_memory import SharedTensor
+from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.base_files import weight_files
-from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed, packed_bytes
+from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed
 from tinker_server.backends.formats.fp8_at_load import Origin, find_origins, quantise
 from tinker_server.backends.formats.model_files import tensor_layouts
+from tinker_server.backends.formats.packed import byte_shape, is_in_mxfp4
 from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -121,9 +123,10 @@ class _Quantised:
 
 
 class Files:
-    """The tensors of a model's safetensors files, by name; those in fp8 packed, if they are of `staying`, or else as if
-    they were in `dtype`. Matrices of `staying` that the files do not have in fp8 are quantised; they stand in the place
-    of the tensors that have them."""
+    """The tensors of a model's safetensors files, by name: packed, if they are of `staying`, which names a stack in
+    MXFP4 by what is before the endings of its two tensors; others in fp8 as if they were in `dtype`. Matrices of
+    `staying` that files without quantisation have are quantised; they stand in the place of the tensors that have
+    them."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, staying: Collection[str] = ()) -> None:
         self._dtype, self._staying = dtype, staying
@@ -132,6 +135,7 @@ class Files:
         for path in weight_files(directory):
             file = self._opened.enter_context(safe_open(path, "pt"))
             self._by_name |= dict.fromkeys(file.keys(), file)
+        self._in_mxfp4 = [name for name in staying if f"{name}{mxfp4.BLOCKS}" in self._by_name]
         self._origins = find_origins(tensor_layouts(directory), staying) if staying else {}
 
     def __enter__(self) -> "Files":
@@ -142,38 +146,51 @@ class Files:
 
     def layouts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and type of each tensor of a type that models compute in."""
-        slices = {name: self.slice(name) for name in self.names()}
+        slices = {name: self.slice(name) for name in self.names() if name not in self._staying}
         found = {
             name: (tuple(one.get_shape()), _DTYPES[one.get_dtype()])
             for name, one in slices.items()
             if one.get_dtype() in _DTYPES
         }
-        return found | {name: ((packed_bytes(*found[name][0]),), torch.uint8) for name in self._staying}
+        return found | {name: (byte_shape(self._shape(name)), torch.uint8) for name in self._staying}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the sizes of a tensor that stays packed."""
+        shape = self.halves(name)[0].get_shape()
+        return (*shape[:2], shape[2] * mxfp4.BLOCK) if name in self._in_mxfp4 else tuple(shape)
 
     def names(self) -> list[str]:
         """Return all names but those of scales."""
-        replaced = {origin.tensor for origin in self._origins.values()}
-        return [name for name in self._by_name if not name.endswith(SCALE) and name not in replaced] + [*self._origins]
+        hidden = {origin.tensor for origin in self._origins.values()}
+        hidden |= {f"{name}{ending}" for name in self._in_mxfp4 for ending in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        own = [name for name in self._by_name if not name.endswith(SCALE) and name not in hidden]
+        return [*own, *self._origins, *self._in_mxfp4]
 
     def slice(self, name: str) -> TensorInFile:
         """Return a tensor whose parts are read when they are indexed."""
+        if name in self._origins or f"{name}{SCALE}" in self._by_name:
+            return InFp8(*self.halves(name), self._dtype)
+        return self._by_name[name].get_slice(name)
+
+    def halves(self, name: str) -> tuple[TensorInFile, TensorInFile]:
+        """Return numbers and scales of a tensor that is or stays quantised; they are read when they are indexed."""
         if (origin := self._origins.get(name)) is not None:
             file = self._by_name[origin.tensor].get_slice(origin.tensor)
-            numbers, scales = _Quantised(file, origin, is_scale=False), _Quantised(file, origin, is_scale=True)
-            return InFp8(numbers, scales, self._dtype)
-        scale = f"{name}{SCALE}"
-        own = self._by_name[name].get_slice(name)
-        return own if scale not in self._by_name else InFp8(own, self._by_name[scale].get_slice(scale), self._dtype)
+            return _Quantised(file, origin, is_scale=False), _Quantised(file, origin, is_scale=True)
+        names = (name, f"{name}{SCALE}")
+        if name in self._in_mxfp4:
+            names = (f"{name}{mxfp4.BLOCKS}", f"{name}{mxfp4.SCALES}")
+        numbers, scales = (self._by_name[half].get_slice(half) for half in names)
+        return numbers, scales
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
         if (origin := self._origins.get(name)) is not None:
             return packed(*quantise(origin.read(self._by_name[origin.tensor].get_slice(origin.tensor))))
-        found = self.slice(name)
-        if name in self._staying:
-            assert isinstance(found, InFp8)
-            return packed(found.weight[...], found.scale[...])
-        return found[...]
+        if name not in self._staying:
+            return self.slice(name)[...]
+        both = (half[...] for half in self.halves(name))
+        return mxfp4.pack(*both) if name in self._in_mxfp4 else packed(*both)
 
 
 def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
@@ -237,7 +254,7 @@ def map_tensors(
             view = views.get(name)
             if view is not None and _is_as_good(view, layouts[name][1], dtype):
                 if name in staying:
-                    _require_same_packed(name, view, files.slice(name))
+                    _require_same_packed(name, view, *files.halves(name))
                 else:
                     require_same(name, view, layouts[name][0], files.slice(name))
                 mapped[name] = view
@@ -268,13 +285,16 @@ def require_same(name: str, view: Tensor, shape: Sequence[int], file: TensorInFi
             )
 
 
-def _require_same_packed(name: str, view: Tensor, file: TensorInFile) -> None:
-    """Raise BackendFailed unless the numbers and the scales of a packed FP8 tensor are those of the file."""
-    assert isinstance(file, InFp8)
-    rows, columns = file.get_shape()
-    numbers, scale = halves(view, rows, columns)
-    require_same(name, numbers, file.weight.get_shape(), file.weight)
-    require_same(f"{name}{SCALE}", scale, file.scale.get_shape(), file.scale)
+def _require_same_packed(name: str, view: Tensor, numbers: TensorInFile, scales: TensorInFile) -> None:
+    """Raise BackendFailed unless the numbers and the scales of a packed tensor are those of the file."""
+    shape = numbers.get_shape()
+    if is_in_mxfp4(view):
+        held_numbers, held_scales = mxfp4.halves(view, shape[2] * mxfp4.BLOCK)
+        held_numbers = held_numbers.unflatten(-1, (-1, mxfp4.BLOCK // 2))
+    else:
+        held_numbers, held_scales = halves(view, *shape)
+    require_same(name, held_numbers, shape, numbers)
+    require_same(f"{name}, scales", held_scales, scales.get_shape(), scales)
 
 
 def _blocks(name: str, view: Tensor) -> Iterator[tuple[slice, ...]]:

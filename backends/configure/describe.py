@@ -1,7 +1,8 @@
 """Find the configured base models, check that they can be served here, and make their specs. Loads no weights."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ from tinker_server.backends.configure.placement import (
     this_machine,
 )
 from tinker_server.backends.configure.supported import Support
-from tinker_server.backends.families.coverage import check_coverage, fp8_matrices
+from tinker_server.backends.families.coverage import check_coverage, find_packed, fp8_matrices
 from tinker_server.backends.families.rotation import check_rotation
 from tinker_server.backends.formats import block_fp8
 from tinker_server.backends.formats.base_files import text_files
@@ -31,6 +32,7 @@ from tinker_server.backends.formats.model_files import (
     local_directory,
     quantisation,
 )
+from tinker_server.backends.formats.packed import byte_shape
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Device, Mesh, ModelSpec
 from tinker_server.backends.protocol import NO_RUNS, BackendFailed, OwnLayout
@@ -122,6 +124,11 @@ def _place(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelS
     on_cpu = plan.device == "cpu"
     num_ranks, tensor_parallel = len(layout.trainer), len(layout.engines[0])
     cache_on_cpu = model.size.kv_cache_bytes(demand.context, tensor_parallel, "cpu") if on_cpu else None
+    if config.base_precision == "mxfp4" and num_ranks > 1:
+        raise BackendFailed(
+            f"{model.spec.source}: base_precision mxfp4 (setting backend.base_precision) is not supported on"
+            f" {num_ranks} ranks; set backend.ranks to 1, or leave base_precision out"
+        )
     spec = replace(
         model.spec,
         max_context_length=demand.context,
@@ -147,10 +154,8 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     text_config, numbers = renderer.config.get_text_config(), size.numbers
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
-    if config.base_precision == "fp8":
-        parts = Fp8Parts(fp8_matrices(renderer.family, renderer.config, str(directory)), text_config)
-        _require_divided(parts, config.tensor_parallel or 1, source)
-        size = pack_linears(size, parts)
+    if config.base_precision is not None:
+        size = _keep_packed(size, renderer, directory, config, source)
     support = Support(renderer, config, device, source)
     if support.makes_fp8:
         log.info("%s: %s", source, MADE_FP8)
@@ -239,14 +244,26 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     return renderer
 
 
+def _keep_packed(size: ModelSize, renderer: Renderer, directory: Path, config: BackendConfig, source: str) -> ModelSize:
+    """Return the size of a base that stays in `base_precision`. Raises BackendFailed for an engine whose ranks cannot
+    divide it."""
+    family, model_config = renderer.family, renderer.config
+    if config.base_precision == "mxfp4":
+        return keep_packed(size, find_packed(family, model_config, str(directory), "mxfp4").values())
+    parts = Fp8Parts(fp8_matrices(family, model_config, str(directory)), model_config.get_text_config())
+    _require_divided(parts, config.tensor_parallel or 1, source)
+    return pack_linears(size, parts)
+
+
+def keep_packed(size: ModelSize, shapes: Collection[tuple[int, ...]]) -> ModelSize:
+    """Return the size of a base whose matrices, or stacks of them, of these shapes stay packed."""
+    num_bytes = sum(math.prod(byte_shape(shape)) for shape in shapes)
+    return replace(size, packed_numbers=sum(map(math.prod, shapes)), packed_bytes=num_bytes)
+
+
 def pack_linears(size: ModelSize, parts: Fp8Parts) -> ModelSize:
     """Return the size of a base whose matrices stay in fp8."""
-    return replace(
-        size,
-        packed_numbers=sum(rows * columns for rows, columns in parts.shapes),
-        packed_bytes=sum(block_fp8.packed_bytes(*shape) for shape in parts.shapes),
-        tensor_parallels=parts.divisible(size.tensor_parallels),
-    )
+    return replace(keep_packed(size, parts.shapes), tensor_parallels=parts.divisible(size.tensor_parallels))
 
 
 def _require_divided(parts: Fp8Parts, ranks: int, source: str) -> None:

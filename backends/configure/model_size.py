@@ -76,7 +76,7 @@ class ModelSize:
     latent_cache: bool = False
     """True if engines keep latents in place of whole keys and values."""
     packed_numbers: int = 0
-    """Numbers of the base that stay in fp8."""
+    """Numbers of the base that stay packed, in fp8 or MXFP4."""
     packed_bytes: int = 0
     """Bytes that they take, with their scales."""
     can_be_shared: bool = True

@@ -293,7 +293,8 @@ class _Search:
             return
         fixed = set_ranks(config)
         step = config.context_parallel
-        ranks = (fixed,) if fixed else range(step, len(self._trainer_gpus) + 1, step)
+        most = step if config.base_precision == "mxfp4" else len(self._trainer_gpus)
+        ranks = (fixed,) if fixed else range(step, most + 1, step)
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [size for size in sorted(common) if size <= max(1, num_sampling)]

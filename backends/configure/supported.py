@@ -8,6 +8,7 @@ from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.families.coverage import Numbers
 from tinker_server.backends.families.text import WITHOUT_FP8
 from tinker_server.backends.formats.model_files import linear_attention, quantisation
+from tinker_server.backends.formats.mxfp4 import is_in_mxfp4
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Device, Dtype
 from tinker_server.backends.protocol import BackendFailed
@@ -19,6 +20,7 @@ LATENT_CACHES: frozenset[Device] = frozenset()
 prompts nor finds their beginnings in its cache."""
 _LATENTS = (512, 64)
 """Numbers of a latent, and of the rotated part of keys, that all of vLLM's kernels take."""
+_UNDIVIDED = "experts that stay in mxfp4 (setting backend.base_precision) have not been compared on several ranks"
 _DIVIDED = {
     "num_attention_heads": "heads",
     "intermediate_size": "inner numbers of an MLP",
@@ -102,7 +104,7 @@ class Support:
         """True if trainer and engine can map the same copy of the base; unless it is asked for, only where a GPU has
         seen it."""
         is_asked = self.config.base_copies == 1
-        was_seen = self.dtype == "bfloat16" and not self.config.cluster
+        was_seen = self.dtype == "bfloat16" and not self.config.cluster and self.config.base_precision != "mxfp4"
         return self._reason_unshared() is None and (is_asked or was_seen)
 
     @property
@@ -117,7 +119,7 @@ class Support:
         config = self.config
         if (config.tensor_parallel or 1) > 1:
             return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
-        if self.renderer.family.unshared is not None:
+        if self.renderer.family.unshared is not None and config.base_precision != "mxfp4":
             return self.renderer.family.unshared
         if self.device == "cpu" and self.renderer.family.has_linear_attention:
             return "on the CPU the engine packs the weights of linear attention anew"
@@ -128,6 +130,8 @@ class Support:
         if ranks == 1:
             return None
         vision, text_config = self.renderer.family.vision, self.renderer.config.get_text_config()
+        if self.config.base_precision == "mxfp4":
+            return _UNDIVIDED
         if vision is not None and self.config.train_vision:
             return "with backend.train_vision the engine's ranks would map a tower's adapters to other images"
         counts = [(getattr(text_config, field, None) or 0, what) for field, what in _DIVIDED.items()]
@@ -149,6 +153,8 @@ class Support:
         """Return the reason why so many ranks of a trainer cannot compute slices of a microbatch, or None."""
         if ranks == 1:
             return None
+        if self.config.base_precision == "mxfp4":
+            return _UNDIVIDED
         text_config = self.renderer.config.get_text_config()
         counts = [(text_config.num_attention_heads, "heads")]
         if self.renderer.family.has_linear_attention:
@@ -157,10 +163,12 @@ class Support:
         return _not_divisible(counts, ranks)
 
     def _reason_unpacked(self) -> str | None:
-        """Return the reason why the base cannot stay in fp8, or was not seen to train so, or None."""
+        """Return the reason why the base cannot stay in this precision, or was not seen to train so, or None."""
         (architecture, *_) = self.renderer.config.architectures
-        if architecture in WITHOUT_FP8:
+        if self.config.base_precision == "fp8" and architecture in WITHOUT_FP8:
             return f"{architecture} has not been compared in fp8"
+        if self.config.base_precision == "mxfp4" and not is_in_mxfp4(quantisation(self.renderer.config)):
+            return "its files are not in mxfp4"
         if self.config.train_vision:
             return "it has not been compared with backend.train_vision"
         if self.config.cluster:

@@ -20,10 +20,12 @@ from tinker_server.backends.families.lora_names import (
     has_stacked_experts,
     service_adapters,
 )
+from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.block_fp8 import SCALE
 from tinker_server.backends.formats.expert_names import expert_matrices
 from tinker_server.backends.formats.fp8_at_load import find_origins
 from tinker_server.backends.formats.model_files import quantisation, tensor_layouts
+from tinker_server.backends.model_spec import BasePrecision
 from tinker_server.backends.protocol import BackendFailed
 
 
@@ -159,6 +161,26 @@ def decoder_matrices(family: Family, config: PretrainedConfig, source: str) -> d
         elif has_stacked_experts(module) and "gate_up_proj" in dict(module.named_parameters()):
             count, hidden, inner = module.down_proj.shape
             found[name] = expert_matrices(name, (count, hidden, inner))
+    return found
+
+
+def find_packed(
+    family: Family, config: PretrainedConfig, directory: str, precision: BasePrecision
+) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the decoder's weights that trainer and engine have in this precision: matrices in
+    fp8, or stacks of experts in MXFP4 [E, N, K], whose two tensors in the files have endings behind these names.
+    Raises BackendFailed if there are none."""
+    if precision == "fp8":
+        return {**fp8_matrices(family, config, directory)}
+    layouts = tensor_layouts(Path(directory))
+    stacks = {name.removesuffix(mxfp4.BLOCKS): shape for name, (_, shape) in layouts.items() if mxfp4.BLOCKS in name}
+    found: dict[str, tuple[int, ...]] = {
+        name: (*shape[:2], shape[2] * mxfp4.BLOCK)
+        for name, shape in sorted(stacks.items())
+        if f"{name}{mxfp4.SCALES}" in layouts
+    }
+    if not found:
+        raise BackendFailed(f"{directory}: the files have no experts in mxfp4; start without --base-precision")
     return found
 
 

@@ -5,11 +5,10 @@ They do so with each tensor as it is read, or, if the base stays in fp8, for eac
 matrix are one tensor of bytes, packed, which all code that hands weights on can take for a weight. Knows neither
 transformers nor vLLM.
 
-N outputs, K inputs, I and J blocks of them, B bytes of a packed matrix; E experts of a mixture, S (token, expert) pairs
+N outputs, K inputs, I and J blocks of them, B bytes of a packed matrix
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -111,7 +110,7 @@ def packed(weight_NK: Tensor, scale_IJ: Tensor) -> Tensor:
 def unpack(weight_B: Tensor, found_NK: Tensor) -> Tensor:
     """Write the dequantised matrix to `found_NK`, which is contiguous, and return it."""
     numbers_NK, scale_IJ = halves(weight_B, *found_NK.shape)
-    if _has_kernel(found_NK.device):
+    if has_kernel(found_NK.device):
         from tinker_server.backends.kernels.fp8 import dequantise
 
         return dequantise(numbers_NK, scale_IJ, BLOCK, found_NK)
@@ -124,7 +123,7 @@ def unpack(weight_B: Tensor, found_NK: Tensor) -> Tensor:
 
 def multiplies(x_MK: Tensor, num_outputs: int) -> bool:
     """Return whether `multiply` has a kernel there that is faster than `unpack` and a product."""
-    return len(x_MK) <= min(_FEW_ROWS, num_outputs // _OUTPUTS_FOR_A_ROW) and _has_kernel(x_MK.device)
+    return len(x_MK) <= min(_FEW_ROWS, num_outputs // _OUTPUTS_FOR_A_ROW) and has_kernel(x_MK.device)
 
 
 def multiply(x_MK: Tensor, weight_B: Tensor, found_MN: Tensor) -> None:
@@ -135,36 +134,17 @@ def multiply(x_MK: Tensor, weight_B: Tensor, found_MN: Tensor) -> None:
     product(x_MK.contiguous(), numbers_NK, scale_IJ, BLOCK, found_MN)
 
 
-def multiply_by_expert(
-    x_SK: Tensor, weight_EB: Tensor, ends_E: Tensor, found_SN: Tensor, *, is_transposed: bool
-) -> None:
-    """Write each pair's x W^T, or x W if `is_transposed`, to its row of `found_SN`. W is the dequantised matrix of the
-    pair's expert; pairs are in the experts' order, and `ends_E` is int32: the end of each expert's."""
-    shape = found_SN.shape[1], x_SK.shape[1]
-    shape = shape[::-1] if is_transposed else shape
-    if x_SK.dtype == torch.bfloat16 and _has_kernel(x_SK.device):
-        from tinker_server.backends.kernels.fp8_experts import SortedPairs, product_by_expert
-
-        pairs = SortedPairs(ends_E)
-        product_by_expert(x_SK.contiguous(), halves(weight_EB, *shape), pairs, found_SN, is_transposed=is_transposed)
-        return
-    whole_NK = x_SK.new_empty(shape)
-    for expert, (begin, end) in enumerate(pairwise([0, *ends_E.tolist()])):
-        if end > begin:
-            unpack(weight_EB[expert], whole_NK)
-            torch.mm(x_SK[begin:end], whole_NK if is_transposed else whole_NK.T, out=found_SN[begin:end])
-
-
 def require_kernel(device: torch.device) -> None:
     """Raise BackendFailed if experts in fp8 cannot be multiplied on a device without a wait for it."""
-    if device.type == "cuda" and not _has_kernel(device):
+    if device.type == "cuda" and not has_kernel(device):
         raise BackendFailed(
             "base_precision fp8 (setting backend.base_precision) is not supported with experts on"
             f" {torch.cuda.get_device_name(device)}: Triton converts fp8 from compute capability 8.9 on; leave it out"
         )
 
 
-def _has_kernel(device: torch.device) -> bool:
+def has_kernel(device: torch.device) -> bool:
+    """Return whether kernels of our own read fp8 there."""
     return device.type == "cuda" and choices_on(device).kernels_for_fp8
 
 
@@ -188,25 +168,3 @@ def _round_up(num_bytes: int) -> int:
 
 def _pad(bytes_: Tensor) -> Tensor:
     return functional.pad(bytes_, (0, _round_up(len(bytes_)) - len(bytes_)))
-
-
-def joined(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, staying: Collection[str] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the files' tensors by name, those in fp8 as soon as their scale has come: packed, if they are of `staying`,
-    or else dequantised. Raises ValueError if either never comes."""
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in weights:
-        is_scale = name.endswith(SCALE)
-        if not is_scale and tensor.dtype != torch.float8_e4m3fn:
-            yield name, tensor
-            continue
-        matrix = name.removesuffix(SCALE)
-        found = waiting.setdefault(matrix, {})
-        found["scale" if is_scale else "weight"] = tensor
-        if len(found) == 2:
-            del waiting[matrix]
-            both = found["weight"], found["scale"]
-            yield matrix, packed(*both) if matrix in staying else dequantised(*both, dtype)
-    if waiting:
-        raise ValueError(f"tensors in fp8 or their scales are missing: {', '.join(sorted(waiting))}")

@@ -12,11 +12,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines import fork_sampler
-from tests.factories import datum, make_renderer, prompt, words
+from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import make_tiny_gpt_oss, quantise
 from tests.sampling import ATOL, sampler_config, score_distances
-from tests.trainers import LORA, logprobs, perturb, reference_logprobs, trainer
-from tinker_server.backends.families.gpt_oss import BLOCKS, SCALES, apply_gate, dequantise_blocks, in_common_layout
+from tests.trainers import (
+    LORA,
+    forward_backward,
+    gradients,
+    logprobs,
+    perturb,
+    reference_logprobs,
+    trainer,
+)
+from tinker_server.backends.families.gpt_oss import apply_gate, in_common_layout
+from tinker_server.backends.formats import mxfp4
+from tinker_server.backends.formats.packed import joined
 from tinker_server.backends.protocol import ChatTask, InvalidInput
 from tinker_server.backends.sampler.pool import SamplerPool
 
@@ -47,8 +57,13 @@ def test_every_four_bits_and_every_exponent_are_dequantised_as_by_transformers()
     blocks = torch.arange(256, dtype=torch.uint8).repeat(2, 5, 1).reshape(2, 5, 16, 16)
     scales = torch.randint(90, 160, (2, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     wanted = convert_moe_packed_tensors(blocks, scales)
-    assert torch.equal(dequantise_blocks(blocks, scales, torch.bfloat16), wanted)
-    assert torch.equal(dequantise_blocks(blocks, scales, torch.float32), wanted.float())  # nothing is rounded
+    files = [("a_scales", scales), ("a_blocks", blocks)]
+    assert dict(joined(files, torch.bfloat16))["a"].equal(wanted)
+    assert dict(joined(files, torch.float32))["a"].equal(wanted.float())  # nothing is rounded
+    (stack,) = dict(joined(files, torch.bfloat16, ["a"])).values()
+    found = [mxfp4.unpack(matrix, torch.empty(5, 512, dtype=torch.bfloat16)) for matrix in stack]
+    assert torch.stack(found).mT.equal(wanted)
+    assert stack.nbytes == 2 * 5 * mxfp4.row_bytes(512) == 2 * 5 * (256 + 16)
 
 
 def test_the_activation_is_transformers_own_where_it_clamps_too() -> None:
@@ -62,20 +77,52 @@ def test_the_activation_is_transformers_own_where_it_clamps_too() -> None:
 
 def test_files_without_experts_or_with_half_a_matrix_are_refused() -> None:
     half = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
-    for names in (["lm_head.weight"], [f"mlp.experts.gate_up_proj{BLOCKS}"], [f"mlp.experts.gate_up_proj{SCALES}"]):
-        with pytest.raises(ValueError, match="tensors of experts are missing, or their other half in MXFP4"):
-            list(in_common_layout([(name, half) for name in names], torch.bfloat16))
+    with pytest.raises(ValueError, match="tensors of experts are missing"):
+        list(in_common_layout([("lm_head.weight", half)]))
+    for ending in (mxfp4.BLOCKS, mxfp4.SCALES):
+        with pytest.raises(ValueError, match=r"tensors in fp8 or mxfp4, or their scales, are missing: gate_up_proj$"):
+            list(joined([(f"gate_up_proj{ending}", half)], torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["own", "service"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_stay_in_mxfp4_have_the_scores_and_gradients_of_dequantised_ones(sources, dtype, layout) -> None:
+    _, quantised = sources
+    renderer = make_renderer(quantised)
+    data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 40)]
+    found, ranks = [], []
+    for precision in (None, "mxfp4"):
+        rank = trainer(quantised, dtype=dtype, base_precision=precision, lora_layout=layout)
+        rank.create_model("m", LORA.model_copy(update={"layout": layout}))
+        perturb(rank, "m")
+        output = present(forward_backward(rank, "m", cross_entropy(data)))
+        found.append(([row["logprobs"] for row in output.loss_fn_outputs], gradients(rank, "m")))
+        ranks.append(rank)
+    (whole, wanted), (scores, got) = found
+    assert all(np.array_equal(row, other) for row, other in zip(scores, whole, strict=True))
+    assert got.keys() == wanted.keys() and all(got[name].equal(wanted[name]) for name in wanted)
+    assert any("experts" in name and tensor.any() for name, tensor in got.items())
+    stacks = [rank.base.scorer.model.get_decoder().layers[0].mlp.experts.base for rank in ranks]
+    for name in ("gate_up_proj", "down_proj"):
+        whole_ENK, packed_ENR = (getattr(stack, name) for stack in stacks)
+        assert packed_ENR.dtype == torch.uint8
+        assert packed_ENR.shape == (*whole_ENK.shape[:2], mxfp4.row_bytes(whole_ENK.shape[2]))
 
 
 @pytest.mark.slow
-async def test_the_engine_scores_weights_in_mxfp4_as_the_trainer_and_refuses_conversations(sources, tmp_path) -> None:
+@pytest.mark.parametrize("layout", ["own", "service"])
+@pytest.mark.parametrize("precision", [None, "mxfp4"])
+async def test_the_engine_scores_weights_in_mxfp4_as_the_trainer_and_refuses_conversations(
+    sources, precision, layout, tmp_path
+) -> None:
     _, quantised = sources
-    rank, renderer = trainer(quantised), make_renderer(quantised)
+    rank, renderer = trainer(quantised, base_precision=precision), make_renderer(quantised)
     for name in ("fresh", "a"):
-        rank.create_model(name, LORA)
+        rank.create_model(name, LORA.model_copy(update={"layout": layout}))
     perturb(rank, "a")
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
-    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True), fork_sampler)
+    spec = replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, base_precision=precision)
+    running = SamplerPool(replace(spec, expert_slots=layout), fork_sampler)
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
-from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, publish_in_fp8, quantise_in_blocks
+from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, publish_in_fp8, quantise, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.base_weights.mapped import Files, map_views
 from tinker_server.backends.inputs.rendering import Renderer
-from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.model_spec import BasePrecision, ModelSpec
 from tinker_server.backends.protocol import ignore_loading
-from tinker_server.backends.sampler.engine.engine import stays_in_fp8
+from tinker_server.backends.sampler.engine.engine import stays_packed
 from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.model.loading import load
@@ -104,13 +103,14 @@ def test_what_linear_attention_has_in_float32_is_rounded_by_neither(family: str,
         ("Qwen3.5", None),
         ("Qwen3.5 MoE", None),
         ("DeepSeek-V3", None),
+        ("gpt-oss", "mxfp4"),
     ],
 )
-def test_a_base_in_fp8_is_held_and_mapped_dequantised_or_as_it_stays(
-    family: str, precision: Literal["fp8"] | None, tmp_path: Path
+def test_a_quantised_base_is_held_and_mapped_dequantised_or_as_it_stays(
+    family: str, precision: BasePrecision | None, tmp_path: Path
 ) -> None:
-    source = ALL[family](tmp_path / "model")
-    quantised = quantise_in_blocks(source, tmp_path / "quantised")
+    source, quantised = (FAMILIES | ALL)[family](tmp_path / "model"), tmp_path / "quantised"
+    (quantise if precision == "mxfp4" else quantise_in_blocks)(source, quantised)
     for path in [*source.glob("*.safetensors"), *quantised.glob("*.safetensors")]:
         tensors = {name: one.bfloat16() if one.dtype == torch.float32 else one for name, one in load_file(path).items()}
         save_file(tensors, path, {"format": "pt"})
@@ -133,7 +133,7 @@ def test_a_base_that_is_quantised_at_load_is_held_as_published_files_have_it(fam
 def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:
     """What is held is what the files in `source` have, and a model of it is that of the files in `whole`."""
     mapped = map_views(spec.base_socket(None), ALONE.device)
-    with Files(source, torch.bfloat16, stays_in_fp8(spec)) as files:
+    with Files(source, torch.bfloat16, stays_packed(spec)) as files:
         # The engine has minus the exponential of Mamba2's: the trainer reads its own.
         assert mapped.keys() == {name for name in files.names() if not name.endswith("mixer.A_log")}
         for name, tensor in mapped.items():
@@ -164,11 +164,15 @@ def held(spec: ModelSpec, directory: Path) -> ModelSpec:
     return spec
 
 
-@pytest.mark.parametrize("family", ["DeepSeek-V3", "Qwen3-VL MoE"])
+@pytest.mark.parametrize("family", ["DeepSeek-V3", "Qwen3-VL MoE", "gpt-oss"])
 async def test_an_engine_computes_with_what_it_maps(family: str, tmp_path: Path) -> None:
     """A router keeps a correction of its scores beside its module, in DeepSeek-V3's kind."""
-    source = ALL[family](tmp_path / "model")
-    base = BaseWeights(replace(sampler_config(source, tmp_path / "scratch"), base_copies=1))
+    source = (FAMILIES | ALL)[family](tmp_path / "model")
+    spec = sampler_config(source, tmp_path / "scratch")
+    if family in REFUSED:  # dequantised
+        quantise(source, tmp_path / "quantised")
+        spec = replace(spec, directory=str(tmp_path / "quantised"), is_quantised=True, base_precision="mxfp4")
+    base = BaseWeights(replace(spec, base_copies=1))
     mapping = SamplerPool(base.spec, base.wrap_start(fork_sampler, they_wait=True))
     reading = SamplerPool(sampler_config(source, tmp_path / "reading"), fork_sampler)
     text = scoring(prompt(words(40, 5)))

@@ -28,7 +28,7 @@ from tinker_server.api_schemas.training import AdamParams
 from tinker_server.backends.base_weights.mapped import Files, map_views
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Mesh, ModelSpec, Placement
-from tinker_server.backends.sampler.engine.engine import stays_in_fp8
+from tinker_server.backends.sampler.engine.engine import stays_packed
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -61,7 +61,7 @@ async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(precision: Literal
     async with Parts(replace(alone, placement=placement, mesh=Mesh(replicate=2))) as parts:
         for gpu in (0, 1):
             mapped = map_views(parts.base.spec.base_socket(gpu), torch.device("cuda", gpu))
-            with Files(source, torch.bfloat16, stays_in_fp8(alone)) as files:
+            with Files(source, torch.bfloat16, stays_packed(alone)) as files:
                 assert all(tensor.cpu().equal(files.tensor(name).to(tensor.dtype)) for name, tensor in mapped.items())
             del mapped
         model = await parts.trainer.create_model("m", LORA, "owner")
@@ -136,7 +136,7 @@ async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(
     spec = replace(spec, base_precision=precision)
     async with Parts(spec) as parts:
         if copies == 1:
-            assert_mapped(parts, quantised, stays_in_fp8(spec))
+            assert_mapped(parts, quantised, stays_packed(spec))
         assert_close(f"fp8, {kind}, {copies} copies, {precision}", await parts.difference(quantised))
 
 
@@ -152,7 +152,7 @@ async def test_a_base_that_is_quantised_at_load_is_the_same_for_trainer_and_samp
     spec = replace(spec_of(source, tmp_path / "scratch"), base_copies=copies, base_precision="fp8")
     async with Parts(spec) as parts:
         if copies == 1:
-            assert_mapped(parts, published, stays_in_fp8(spec))
+            assert_mapped(parts, published, stays_packed(spec))
         assert_close(f"fp8 at load, {kind}, {copies} copies", await parts.difference(source))
 
 

@@ -192,7 +192,7 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "fp8": (
         (
             "backends.kernels.fp8",
-            "backends.kernels.fp8_experts",
+            "backends.kernels.packed_experts",
             "backends.configure.fp8_parts",
             "backends.formats.block_fp8",
             "backends.formats.divided_fp8",

@@ -1,10 +1,10 @@
-"""gpt-oss: its experts' own layout and activation, and its files in MXFP4.
+"""gpt-oss: its experts' own layout and activation.
 
 In its files gate and up are interleaved, inputs come before outputs, and every expert has biases. Trainer and engine
 lay them out as other mixtures': gate above up, outputs before inputs. `experts` does so in the trainer's model, and
-`engine` inside vLLM.
+`engine` inside vLLM. Experts that stay in MXFP4, in which outputs come first, are as in the files.
 
-E experts, H hidden width, I inner width, B blocks of 32 numbers
+E experts, H hidden width, I inner width
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,16 +39,10 @@ ENGINE_WEIGHTS = Patch(
     "gpt-oss-weights",
     "vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights",
     "b40c522c80b19203aced007f10cc0022e37ad675a1bf67be5c0280dd75310d93",
-    "As gpt-oss-experts; and files in MXFP4 are dequantised, as the trainer's base is.",
+    "As gpt-oss-experts; and experts that stay in MXFP4 are loaded packed.",
 )
-_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of four bits, of which the highest is the sign (OCP Microscaling Formats 1.0, section 5.3.3)."""
-_BIAS = 127
-"""Subtracted from a block's exponent (section 5.4.1)."""
 ALPHA, LIMIT = 1.702, 7.0
 """Constants of the experts' activation."""
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the two tensors of a matrix in MXFP4."""
 
 
 def require_known(config: PretrainedConfig, source: str) -> None:
@@ -85,34 +79,13 @@ def uninterleave(gate_up: Tensor, num_parts: int = 1) -> Tensor:
     return by_part.mT.flatten(-3)
 
 
-def dequantise_blocks(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [E, I, O], inputs before outputs as in files that are not quantised. Each of the X bytes has two numbers,
-    the first in its lower half. In bfloat16 nothing is rounded."""
-    table = torch.tensor([*_MXFP4, *(-one for one in _MXFP4)], dtype=torch.float32, device=blocks_EOBX.device)
-    halves = torch.stack([blocks_EOBX & 0x0F, blocks_EOBX >> 4], -1).flatten(-2)
-    numbers = torch.ldexp(table[halves.int()], scales_EOB.int()[..., None] - _BIAS)
-    return numbers.flatten(-2).mT.to(dtype).contiguous()
-
-
-def in_common_layout(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, num_parts: int = 1
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the files' tensors by name, those of experts dequantised, and gates before ups in each of so many parts of
-    a matrix. Raises ValueError if there are none of experts, or if half of an expert is missing."""
-    halves: dict[str, dict[str, Tensor]] = {}
+def in_common_layout(weights: Iterable[tuple[str, Tensor]], num_parts: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """Yield the files' tensors by name, gates before ups in each of so many parts of a matrix. Raises ValueError if
+    there are no experts."""
     num_laid_out = 0
     for name, tensor in weights:
-        matrix, ending, whole = name, name[-len(BLOCKS) :], tensor
-        if ending in (BLOCKS, SCALES):
-            matrix = name.removesuffix(ending)
-            found = halves.setdefault(matrix, {})
-            found[ending] = tensor
-            if len(found) < 2:
-                continue
-            del halves[matrix]
-            whole = dequantise_blocks(found[BLOCKS], found[SCALES], dtype)
-        if ".experts.gate_up_proj" in matrix:
-            whole, num_laid_out = uninterleave(whole, num_parts), num_laid_out + 1
-        yield matrix, whole
-    if halves or not num_laid_out:
-        raise ValueError(f"tensors of experts are missing, or their other half in MXFP4: {', '.join(sorted(halves))}")
+        is_interleaved = ".experts.gate_up_proj" in name
+        num_laid_out += is_interleaved
+        yield name, uninterleave(tensor, num_parts) if is_interleaved else tensor
+    if not num_laid_out:
+        raise ValueError("tensors of experts are missing")

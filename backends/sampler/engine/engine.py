@@ -10,7 +10,7 @@ import vllm
 from transformers import AutoConfig, GenerationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from tinker_server.backends.families.coverage import fp8_matrices
+from tinker_server.backends.families.coverage import find_packed
 from tinker_server.backends.families.family import Vision
 from tinker_server.backends.families.lora_names import engine_modules
 from tinker_server.backends.families.registry import find_family
@@ -135,12 +135,12 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, object]
     }
 
 
-def stays_in_fp8(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the names and shapes of the tensors that an engine keeps in fp8, as the trainer does."""
-    if spec.base_precision != "fp8":
+def stays_packed(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors that an engine keeps packed, as the trainer does."""
+    if spec.base_precision is None:
         return {}
     config = AutoConfig.from_pretrained(spec.directory)
-    return fp8_matrices(find_family(config, spec.source), config, spec.directory)
+    return find_packed(find_family(config, spec.source), config, spec.directory, spec.base_precision)
 
 
 def _config_changes(config: ModelSpec) -> dict[str, object]:
@@ -149,7 +149,7 @@ def _config_changes(config: ModelSpec) -> dict[str, object]:
     if config.device == "cuda":
         # Logits of 16 to 32 rounded to bfloat16 are 0.03 nats off on average. No copy of the head's weights is made.
         changes["head_dtype"] = "float32"
-    staying = stays_in_fp8(config)
+    staying = stays_packed(config)
     if config.is_quantised or staying:
         # Weights are dequantised as they are read, or for each product.
         changes["quantization_config"] = make_quantization_config(staying) if staying else None

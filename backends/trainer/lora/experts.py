@@ -113,7 +113,8 @@ class LoraExperts(nn.Module):
         # FSDP2 knows the experts by their module: it stays where their weights are.
         self.base, self._scales = base, scales
         self.has_gate = base.has_gate
-        count, hidden, inner = base.sizes if isinstance(base, PackedExperts) else base.down_proj.shape
+        sizes = base.sizes if isinstance(base, PackedExperts | BiasedExperts) else base.down_proj.shape
+        count, hidden, inner = sizes
         self._num_experts = count
         into = {name: (inner, hidden) for name in self._into}
         own = {name: ExpertAdapters(count, (count, count), *shape) for name, shape in into.items()}
@@ -136,7 +137,7 @@ class LoraExperts(nn.Module):
         weights = self.base.gate_up_proj if self.has_gate else cast(StackedExperts, self.base).up_proj
         parts_SI = [
             self._product(name, x_SH, weight_EIH, pairs)
-            for name, weight_EIH in zip(self._into, weights.chunk(len(self._into), dim=1), strict=True)
+            for name, weight_EIH in zip(self._into, self._halves(weights), strict=True)
         ]
         shared = self.adapters["service"]
         if shared["up_proj"].is_loaded:
@@ -158,6 +159,12 @@ class LoraExperts(nn.Module):
             y_TH = y_TH + multiply_b(inner_TR, down.b[0], down.grad_b[0], scales_TR)[0]
         return y_TH.to(hidden_TH.dtype)  # some routers' weights are in float32
 
+    def _halves(self, both: Tensor) -> Sequence[Tensor]:
+        """Return a tensor's part of gates and its part of ups, or of ups alone."""
+        if isinstance(self.base, BiasedExperts):
+            return self.base.gates_and_ups(both)
+        return both.chunk(len(self._into), dim=1)
+
     def _product(self, name: str, x_SI: Tensor, weight_EOI: Tensor, pairs: _Pairs) -> Tensor:
         """Return [S, O], each pair by its expert's matrix and own adapter."""
         own = self.adapters["own"][name]
@@ -170,5 +177,5 @@ class LoraExperts(nn.Module):
             first_SI: Tensor = self.base.act_fn(parts_SI[0])
             return first_SI * parts_SI[1] if self.has_gate else first_SI
         gate_SI, up_SI = parts_SI
-        gate_bias_EI, up_bias_EI = self.base.gate_up_bias.chunk(2, 1)
+        gate_bias_EI, up_bias_EI = self._halves(self.base.gate_up_bias)
         return apply_gate(gate_SI + gate_bias_EI[experts_S], up_SI + up_bias_EI[experts_S])

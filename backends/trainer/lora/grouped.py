@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinker_server.backends.formats import block_fp8
+from tinker_server.backends.formats import packed
 from tinker_server.backends.kernels.autograd import Context
 from tinker_server.backends.trainer.lora.linear import add_product, apply_scales
 
@@ -29,8 +29,8 @@ def lora_grouped(  # noqa: PLR0913
     ends_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return [S, O], each pair by its expert's matrix and adapter, and the scaled inner products [S, R] for backward,
-    which adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs. Matrices that stay
-    in fp8 are packed."""
+    which adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs. Matrices may be
+    packed."""
     inner_SR = apply_scales(_multiply_groups(x_SI, a_ERI.mT, ends_E), scales_SR)
     y_SO = _multiply_by_matrices(x_SI, weight_EOI, ends_E, b_ERO.shape[2])
     return y_SO.add_(_multiply_groups(inner_SR, b_ERO, ends_E)), inner_SR
@@ -97,11 +97,11 @@ def expert_factor_backward(  # noqa: PLR0913
 def _multiply_by_matrices(
     x_SN: Tensor, weight_EOI: Tensor, ends_E: Tensor, num_columns: int, *, is_transposed: bool = False
 ) -> Tensor:
-    """Multiply each expert's pairs by its frozen matrix, which is packed if that keeps it in fp8."""
+    """Multiply each expert's pairs by its frozen matrix, which may be packed."""
     if weight_EOI.dtype != torch.uint8:
         return _multiply_groups(x_SN, weight_EOI if is_transposed else weight_EOI.mT, ends_E)
     found = x_SN.new_empty(x_SN.shape[0], num_columns)
-    block_fp8.multiply_by_expert(x_SN, weight_EOI, ends_E, found, is_transposed=is_transposed)
+    packed.multiply_by_expert(x_SN, weight_EOI, ends_E, found, is_transposed=is_transposed)
     return found
 
 

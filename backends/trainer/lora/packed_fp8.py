@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tinker_server.backends.formats import block_fp8
+from tinker_server.backends.formats import block_fp8, packed
 
 
 class PackedLinear(nn.Linear):
@@ -47,7 +47,7 @@ class PackedExperts(nn.Module):
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return [T, H], computed expert by expert: LoRA's products are compared with it at start."""
         _, hidden, inner = self.sizes
-        gate_EB, up_EB = self.gate_up_proj.chunk(2, 1)
+        gate_EB, up_EB = packed.gates_and_ups(self.gate_up_proj)
         total_TH = torch.zeros_like(hidden_TH)
         for expert in experts_TK.unique().tolist():
             tokens, places = (experts_TK == expert).nonzero(as_tuple=True)

@@ -23,7 +23,7 @@ from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedMo
 from transformers.utils.logging import set_tqdm_hook
 
 from tinker_server.backends.base_weights.mapped import BaseTensors, Files, JoinedViews, map_tensors
-from tinker_server.backends.families.coverage import fp8_matrices
+from tinker_server.backends.families.coverage import find_packed
 from tinker_server.backends.families.deepseek_v3 import not_loaded
 from tinker_server.backends.families.family import Family
 from tinker_server.backends.families.gpt_oss.experts import lay_out_experts
@@ -81,9 +81,10 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     dtype = getattr(torch, config.dtype)
     by_heads = world.context.size > 1
     attention_name = family.attention(attention.implementation(world.device, dtype, by_heads=by_heads))
-    staying = {}
-    if config.base_precision == "fp8":
-        staying = fp8_matrices(family, AutoConfig.from_pretrained(config.directory), config.directory)
+    staying: dict[str, tuple[int, ...]] = {}
+    if config.base_precision is not None:
+        found_config = AutoConfig.from_pretrained(config.directory)
+        staying = find_packed(family, found_config, config.directory, config.base_precision)
     tensors = None if config.base_dir is None else _mapped(config, world, dtype, staying)
     shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
@@ -96,10 +97,10 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     _check(found, config.directory, not_loaded(model.config))
     own = shards.of(model, config.directory)
     shards.forget()  # it would keep what is laid out anew
-    lay_out_experts(model, own, dtype)
+    lay_out_experts(model, own, dtype, are_packed=config.base_precision == "mxfp4")
     unlimit_time_steps(model)
     if staying:
-        _pack_modules(model, staying, world.device)
+        _pack_modules(model, [name for name, shape in staying.items() if len(shape) == 2], world.device)
         for name, weight in _read_packed(config, staying, tensors):
             own[name] = shards.cut(weight)
     model.requires_grad_(False)
@@ -124,7 +125,7 @@ def _model(
     spec: ModelSpec,
     family: Family,
     tensors: BaseTensors | None,
-    staying: Mapping[str, tuple[int, int]],
+    staying: Mapping[str, tuple[int, ...]],
     arguments: dict[str, object],
 ) -> tuple[PreTrainedModel, Found]:
     """Return transformers' model, and how it found the files to differ. Tensors of `staying`, which have these shapes,
@@ -176,7 +177,7 @@ class _PackedInFile:
 
 
 def _read_packed(spec: ModelSpec, names: Collection[str], tensors: BaseTensors | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield what stays in fp8 by the model's names, packed: of tensors that are read already, or from the files."""
+    """Yield what stays packed by the model's names: of tensors that are read already, or from the files."""
     if tensors is not None:
         read = {**tensors.mapped, **tensors.own}
         with JoinedViews(tensors.mapped):
@@ -190,7 +191,7 @@ def _read_packed(spec: ModelSpec, names: Collection[str], tensors: BaseTensors |
 
 
 def _pack_modules(model: PreTrainedModel, names: Iterable[str], device: torch.device) -> None:
-    """Replace the linears and the experts of tensors that stay in fp8."""
+    """Replace the linears and the experts of tensors that stay in fp8; those in MXFP4 were replaced before."""
     for module in dict.fromkeys(name.rpartition(".")[0] for name in map(stack_name, names)):
         found = model.get_submodule(module)
         if isinstance(found, nn.Linear):

@@ -59,13 +59,16 @@ def with_stacked_experts(state: Mapping[str, Readable]) -> dict[str, Readable]:
     return stacked
 
 
-def stacked_shapes(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of matrices by the model's names, of experts' those of their stacks."""
+def stacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of matrices by the model's names, of experts' those of their stacks; of
+    stacks that stay packed, whose model has inputs before outputs."""
     found: dict[str, tuple[int, ...]] = {}
     counts: Counter[str] = Counter()
-    for name, (outputs, inputs) in shapes.items():
+    for name, (*experts, outputs, inputs) in shapes.items():
         stack, matrix = stack_name(name), expert_matrix(name)
-        if matrix is None:
+        if experts:
+            found[name] = *experts, inputs, outputs
+        elif matrix is None:
             found[stack] = outputs, inputs
         elif matrix[2] == "gate":  # its up stands below it
             counts[stack] += 1

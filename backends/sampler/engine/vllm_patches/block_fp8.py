@@ -25,17 +25,18 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import is_weights_pre_processed
 
-from tinker_server.backends.formats.block_fp8 import joined, multiplies, multiply, packed_bytes, unpack
+from tinker_server.backends.formats.block_fp8 import multiplies, multiply, packed_bytes, unpack
 from tinker_server.backends.formats.divided_fp8 import count_rows, rows_of_rank, take_part
 from tinker_server.backends.formats.expert_names import expert_matrices, expert_matrix
 from tinker_server.backends.formats.fp8_at_load import find_origins, pack_at_load
 from tinker_server.backends.formats.model_files import tensor_layouts
+from tinker_server.backends.formats.packed import joined
 from tinker_server.backends.sampler.engine.vllm_patches import targets
 from tinker_server.backends.sampler.engine.vllm_patches.packed_experts import PackedExpertsMethod
 
 Weights = Iterator[tuple[str, Tensor]]
-METHOD = "tinker_packed_fp8"
-_LINEARS, _EXPERTS = "linears", "experts"
+METHOD = "tinker_packed"
+_TENSORS, _EXPERTS = "tensors", "experts"
 _QUERIES = ("q", "k", "v")
 """As vLLM numbers the parts of a linear of queries, keys and values; those of others are counted."""
 _MLP = {"gate_up_proj": ["gate_proj", "up_proj"]}
@@ -47,24 +48,24 @@ _JOINED = {"in_proj_qkvz": (3, 1)}
 models have a single tensor for a linear of this name."""
 
 
-def make_quantization_config(shapes: Mapping[str, tuple[int, int]]) -> dict[str, object]:
-    """Return the quantization_config of a model whose tensors of these names stay in fp8. Experts are counted, since
-    vLLM logs it."""
+def make_quantization_config(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Return the quantization_config of a model whose tensors of these names stay packed. Experts in fp8 are counted,
+    since vLLM logs it."""
     matrices = {name: expert_matrix(name) for name in shapes}
     experts = Counter(found[0] for found in matrices.values() if found is not None and found[2] == "gate")
-    linears = sorted(name for name, found in matrices.items() if found is None)
-    return {"quant_method": METHOD, _LINEARS: linears, _EXPERTS: dict(experts)}
+    others = sorted(name for name, found in matrices.items() if found is None)
+    return {"quant_method": METHOD, _TENSORS: others, _EXPERTS: dict(experts)}
 
 
 def staying(config: ModelConfig) -> Collection[str]:
-    """Return the names of a model's tensors that stay in fp8."""
+    """Return the names of a model's tensors that stay packed."""
     found: Mapping[str, Any] | None = getattr(config.hf_config, "quantization_config", None)
     return _names(found) if found is not None and found.get("quant_method") == METHOD else ()
 
 
 def _names(config: Mapping[str, Any]) -> set[str]:
     experts = (name for module, count in config[_EXPERTS].items() for name in expert_matrices(module, (count, 0, 0)))
-    return {*config[_LINEARS], *experts}
+    return {*config[_TENSORS], *experts}
 
 
 @register_quantization_config(METHOD)
@@ -101,7 +102,9 @@ class PackedFp8(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return how a layer computes; None for those that compute as without quantisation."""
         if isinstance(layer, RoutedExperts):
-            return PackedExpertsMethod(layer.moe_config) if f"{_key(prefix)}.0.gate_proj" in self._staying else None
+            names = {"fp8": f"{_key(prefix)}.0.gate_proj", "mxfp4": f"{_key(prefix)}.gate_up_proj"}
+            formats = [precision for precision, name in names.items() if name in self._staying]
+            return PackedExpertsMethod(layer.moe_config, is_in_mxfp4="mxfp4" in formats) if formats else None
         if not isinstance(layer, LinearBase):
             return None
         stem, _, last = _key(prefix).rpartition(".")

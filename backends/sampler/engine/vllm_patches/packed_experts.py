@@ -1,8 +1,8 @@
-"""A mixture's experts whose matrices stay in fp8, packed (`formats/block_fp8.py`), with the trainer's numbers: vLLM's
-own fp8 experts round activations too.
+"""A mixture's experts whose matrices stay packed (`formats/packed.py`), with the trainer's numbers: vLLM's own experts
+in fp8 or MXFP4 round activations too, or have no adapters.
 
-The up of an expert stands behind its gate. On a GPU the trainer's own kernel multiplies by them; on the CPU those in
-use are dequantised in turn. Ranks divide an expert by its inner width.
+On a GPU the trainer's own kernel multiplies by them; on the CPU those in use are dequantised in turn. Ranks divide an
+expert in fp8 by its inner width.
 
 T tokens, K experts of a token, S = T * K (token, expert) pairs, E experts, H hidden width, I inner width, B bytes
 """
@@ -20,13 +20,14 @@ from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.platforms import current_platform
 
-from tinker_server.backends.formats.block_fp8 import halves, packed_bytes, require_kernel, unpack
+from tinker_server.backends.formats.block_fp8 import packed_bytes, require_kernel
 from tinker_server.backends.formats.divided_fp8 import rows_of_rank, take_part
+from tinker_server.backends.formats.packed import byte_shape, gates_and_ups, halves, unpack
 
 if current_platform.is_cpu():
     from tinker_server.backends.sampler.engine.vllm_patches.cpu import ExpertsOnCPU
 else:
-    from tinker_server.backends.kernels.fp8_experts import AlignedPairs, product_by_expert, tile_rows
+    from tinker_server.backends.kernels.packed_experts import AlignedPairs, product_by_expert, tile_rows
 
 _INTO = ("w1", "w3")
 """vLLM's names of gate and up."""
@@ -35,10 +36,11 @@ _INTO = ("w1", "w3")
 class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """A layer's experts whose weights are the bytes of their matrices."""
 
-    def __init__(self, config: FusedMoEConfig) -> None:
+    def __init__(self, config: FusedMoEConfig, *, is_in_mxfp4: bool) -> None:
         super().__init__(config)
         self.experts_cls = _experts_class()
-        self._missing: set[tuple[str, int]] = set()
+        self._is_in_mxfp4 = is_in_mxfp4
+        self._missing: set[tuple[str, int | None]] = set()
 
     def create_weights(
         self,
@@ -49,18 +51,35 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: object,
     ) -> None:
-        """Give the layer its weights. Raises ValueError for experts of which ranks have some each, or of another
-        form."""
-        if self.moe.moe_parallel_config.use_ep or self.moe.has_bias or not self.moe.is_act_and_mul:
-            raise ValueError("experts that stay in fp8 have gates and no biases, and every rank has a part of each")
-        sizes = intermediate_size_per_partition, hidden_size
-        self._hidden, self._inner = hidden_size, intermediate_size_per_partition
-        self._bytes = {"w13": packed_bytes(*sizes), "w2": packed_bytes(*sizes[::-1])}
-        self._missing = {(matrix, expert) for matrix in (*_INTO, "w2") for expert in range(num_experts)}
-        for name, count in (("w13", 2), ("w2", 1)):
-            weight = nn.Parameter(torch.empty(num_experts, count * self._bytes[name], dtype=torch.uint8), False)
-            weight.weight_loader = self._load  # type: ignore[attr-defined]
+        """Give the layer its weights. Raises ValueError for experts of which ranks have some each, for those in MXFP4
+        if ranks divide them, and for those of another form."""
+        parallel = self.moe.moe_parallel_config
+        if parallel.use_ep or not self.moe.is_act_and_mul:
+            raise ValueError("experts that stay packed have gates, and every rank has a part of each")
+        if self.moe.has_bias != self._is_in_mxfp4:
+            raise ValueError("experts that stay in fp8 have no biases, and those that stay in mxfp4 have biases")
+        if self._is_in_mxfp4 and parallel.tp_size > 1:
+            raise ValueError("experts that stay in mxfp4 are not divided over ranks")
+        inner, hidden = intermediate_size_per_partition, hidden_size
+        self._hidden, self._inner = hidden, inner
+        if self._is_in_mxfp4:
+            shapes = byte_shape((num_experts, 2 * inner, hidden)), byte_shape((num_experts, hidden, inner))
+            self._missing = {("w13", None), ("w2", None)}
+        else:
+            shapes = (num_experts, 2 * packed_bytes(inner, hidden)), (num_experts, packed_bytes(hidden, inner))
+            self._missing = {(matrix, expert) for matrix in (*_INTO, "w2") for expert in range(num_experts)}
+        for name, shape, outputs in zip(("w13", "w2"), shapes, (2 * inner, hidden), strict=True):
+            weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
+            weight.weight_loader = self._load_stack if self._is_in_mxfp4 else self._load  # type: ignore[attr-defined]
             layer.register_parameter(f"{name}_weight", weight)
+            if self.moe.has_bias:
+                bias = nn.Parameter(torch.empty(num_experts, outputs, dtype=params_dtype), requires_grad=False)
+                layer.register_parameter(f"{name}_bias", bias)
+
+    def _load_stack(self, param: Tensor, loaded_weight: Tensor, matrix: str) -> None:
+        """Copy the packed matrices of all experts, with gates and ups as in the files."""
+        param.data.copy_(loaded_weight)
+        self._missing.discard((matrix, None))
 
     def _load(  # noqa: PLR0913 - as vLLM calls it
         self,
@@ -97,8 +116,9 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         weight = layer.w13_weight
         assert isinstance(weight, Tensor)
         if self._missing and not weight.is_meta and not is_weights_pre_processed():
-            raise ValueError(f"{len(self._missing)} matrices of experts in fp8 are missing in the files")
-        require_kernel(weight.device)
+            raise ValueError(f"{len(self._missing)} packed matrices of experts are missing in the files")
+        if not self._is_in_mxfp4:
+            require_kernel(weight.device)
         super().process_weights_after_loading(layer)
 
 
@@ -138,7 +158,7 @@ class PackedExperts(_PackedSizes, TritonExperts):  # type: ignore[misc]
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Fill `output` [T, H]. `w1` is [E, 2 B] and `w2` [E, B]."""
+        """Fill `output` [T, H]. `w1` and `w2` are packed stacks."""
         assert expert_map is None and not apply_router_weight_on_input
         (inner, hidden), (num_tokens, num_choices) = self._sizes, topk_ids.shape
         into_TKN = _resize_cache(workspace2, (num_tokens, num_choices, 2 * inner))
@@ -147,8 +167,11 @@ class PackedExperts(_PackedSizes, TritonExperts):  # type: ignore[misc]
         rows = tile_rows(topk_ids.numel(), len(w1))
         numbers, experts, count = moe_align_block_size(topk_ids, rows, len(w1))
         pairs = AlignedPairs(numbers, experts, count, rows, num_choices, None)
-        for part_EB, part_SI in zip(w1.chunk(2, 1), into_TKN.view(-1, 2 * inner).chunk(2, 1), strict=True):
-            product_by_expert(hidden_states, halves(part_EB, inner, hidden), pairs, part_SI)
+        parts_SI = into_TKN.view(-1, 2 * inner).chunk(2, 1)
+        # Biases alternate where there are any.
+        biases = (None, None) if self.w1_bias is None else (self.w1_bias[:, ::2], self.w1_bias[:, 1::2])
+        for stack, bias_EI, part_SI in zip(gates_and_ups(w1), biases, parts_SI, strict=True):
+            product_by_expert(hidden_states, halves(stack, inner, hidden), pairs, part_SI, bias_EN=bias_EI)
         lora: dict[str, Any] = {
             "topk_weights": topk_weights,
             "w1": w1.new_empty(()).expand(len(w1), 2 * inner, hidden),  # vLLM reads the shapes
@@ -163,7 +186,8 @@ class PackedExperts(_PackedSizes, TritonExperts):  # type: ignore[misc]
             of_lora = self.apply_w13_lora(context, y=into_TKN, x=hidden_states, **more, **lora)
         self.activation(activation, inner_SI, into_TKN.view(-1, 2 * inner))
         pairs = AlignedPairs(numbers, experts, count, rows, 1, topk_weights.flatten())
-        product_by_expert(inner_SI, halves(w2, hidden, inner), pairs, y_TKH.view(-1, hidden))
+        y_SH = y_TKH.view(-1, hidden)
+        product_by_expert(inner_SI, halves(w2, hidden, inner), pairs, y_SH, bias_EN=self.w2_bias)
         if context is not None:
             names = "sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping"
             self.apply_w2_lora(context, y=y_TKH, x=inner_SI, **dict(zip(names, of_lora, strict=True)), **lora)
@@ -178,12 +202,18 @@ def _experts_class() -> type:
     class PackedExpertsOnCPU(_PackedSizes, ExpertsOnCPU):
         """Those on the CPU."""
 
+        @property
+        def w1_bias(self) -> Tensor | None:
+            """Biases of gates, then of ups."""
+            bias: Tensor | None = super().w1_bias
+            return None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
+
         def _matrices(self, w1: Tensor, w2: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
             """Return an expert's matrices, dequantised."""
             inner, hidden = self._sizes
             into_NH = like.new_empty(2 * inner, hidden)
-            for part_B, part_IH in zip(w1.chunk(2), into_NH.chunk(2), strict=True):
-                unpack(part_B, part_IH)
+            for stack, part_IH in zip(gates_and_ups(w1[None]), into_NH.chunk(2), strict=True):
+                unpack(stack[0], part_IH)
             return into_NH, unpack(w2, like.new_empty(hidden, inner))
 
     return PackedExpertsOnCPU

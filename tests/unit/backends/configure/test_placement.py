@@ -18,6 +18,7 @@ from tests.models import (
     make_tiny_qwen3_5,
     make_tiny_smolvlm,
     make_tiny_vl,
+    quantise,
 )
 from tests.specs import tiny_spec
 from tinker_server.backends.config import BackendConfig
@@ -27,7 +28,8 @@ from tinker_server.backends.configure.model_size import ModelSize
 from tinker_server.backends.configure.nearest_fit import idle_gpus
 from tinker_server.backends.configure.placement import make_plan, placement
 from tinker_server.backends.families.coverage import LoraMatrices, Numbers
-from tinker_server.backends.model_spec import Device, Mesh, Placement
+from tinker_server.backends.formats.mxfp4 import row_bytes
+from tinker_server.backends.model_spec import BasePrecision, Device, Mesh, Placement
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -387,6 +389,63 @@ def test_one_copy_of_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
     config = BackendConfig(models={"a": str(source)}, device="cpu", base_copies=1)
     with pytest.raises(BackendFailed, match=r"base_copies 1 .* not supported: trainer and engine lay out gpt-oss's"):
         find("a", source, config, Machine(64 * GIB))
+
+
+def test_experts_in_mxfp4_are_counted_packed_and_share_one_copy(tmp_path: Path) -> None:
+    quantise(make_tiny_gpt_oss(tmp_path / "model"), tmp_path / "quantised")
+    config, machine = BackendConfig(models={"a": str(tmp_path / "quantised")}, device="cpu"), Machine(64 * GIB)
+    packed = config.model_copy(update={"base_precision": "mxfp4", "base_copies": 1})
+    whole, found = (find("a", tmp_path / "quantised", settings, machine).size for settings in (config, packed))
+    layers, experts, hidden, inner = 2, 8, whole.hidden, 96
+    numbers = layers * experts * 3 * hidden * inner
+    of_rows = layers * experts * (2 * inner * row_bytes(hidden) + hidden * row_bytes(inner))
+    assert whole.base_bytes - found.base_bytes == 4 * numbers - of_rows
+    assert found.can_be_shared and not whole.can_be_shared
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"),
+    [("fp8", "GptOssForCausalLM has not been compared in fp8"), ("mxfp4", "its files are not in mxfp4")],
+)
+def test_a_precision_that_gpt_oss_or_its_files_do_not_have_is_refused(
+    precision: BasePrecision, reason: str, tmp_path: Path
+) -> None:
+    source = make_tiny_gpt_oss(tmp_path / "model")
+    if precision == "fp8":
+        quantise(source, tmp_path / "quantised")
+        source = tmp_path / "quantised"
+    config = BackendConfig(models={"a": str(source)}, device="cpu", base_precision=precision)
+    with pytest.raises(BackendFailed, match=f"base_precision {precision} .* not supported: {reason}"):
+        find("a", source, config, Machine(64 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("ranks", "base_precision mxfp4 .* not supported on 2 ranks; set backend.ranks to 1"),
+        ("tensor_parallel", "tensor_parallel 2 .* not supported: experts that stay in mxfp4 .* on several ranks"),
+        ("context_parallel", "context_parallel 2 .* not supported: experts that stay in mxfp4 .* on several ranks"),
+    ],
+)
+def test_experts_in_mxfp4_are_refused_on_two_ranks(setting: str, reason: str, tmp_path: Path) -> None:
+    quantise(make_tiny_gpt_oss(tmp_path / "model"), tmp_path / "quantised")
+    config = BackendConfig(models={"a": str(tmp_path / "quantised")}, device="cpu", base_precision="mxfp4")
+    with pytest.raises(BackendFailed, match=reason):
+        describe_models(config.model_copy(update={setting: 2}), Machine(64 * GIB))
+
+
+def test_experts_in_mxfp4_share_one_copy_and_a_gpu_has_them_so_only_if_asked(tmp_path: Path) -> None:
+    quantise(make_tiny_gpt_oss(tmp_path / "model"), tmp_path / "quantised")
+    machine = Machine(64 * GIB, (80 * GIB, 80 * GIB))
+    config = BackendConfig(models={"a": str(tmp_path / "quantised")}, device="cuda")
+    asked = config.model_copy(update={"base_precision": "mxfp4"})
+    specs = [
+        describe_models(each, machine)["a"].spec
+        for each in (config, asked, asked.model_copy(update={"base_copies": 1}))
+    ]
+    assert [spec.base_precision for spec in specs] == [None, "mxfp4", "mxfp4"]
+    assert [spec.base_copies for spec in specs] == [2, 2, 1]
+    assert [spec.mesh.size for spec in specs[1:]] == [1, 1]
 
 
 def test_ranks_that_map_one_copy_have_the_whole_base_each() -> None:

@@ -21,12 +21,12 @@ from tinker_server.backends.formats.block_fp8 import (
     check_files,
     dequantised,
     halves,
-    joined,
     packed,
     packed_bytes,
     unpack,
 )
 from tinker_server.backends.formats.model_files import fingerprint
+from tinker_server.backends.formats.packed import joined
 from tinker_server.backends.protocol import BackendFailed
 
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
@@ -97,7 +97,7 @@ def test_scales_may_come_before_or_long_after_their_tensors() -> None:
     assert list(read) == ["other", "b", "a"] and read["other"] is other
     assert read["a"].equal(by_definition(weight, scale)) and read["b"].equal(read["a"])
     for half in pairs[:2]:
-        with pytest.raises(ValueError, match=r"tensors in fp8 or their scales are missing: [ab]$"):
+        with pytest.raises(ValueError, match=r"tensors in fp8 or mxfp4, or their scales, are missing: [ab]$"):
             list(joined([half], torch.float32))
 
 

@@ -1,17 +1,20 @@
-"""Products of pairs with experts in fp8, by our kernel and by definition.
+"""Products of pairs with packed experts, by our kernel and by definition.
 
-As a program, in Triton's interpreter on the CPU: TRITON_INTERPRET=1 python -m tests.fp8_experts
+As a program, in Triton's interpreter on the CPU: TRITON_INTERPRET=1 python -m tests.packed_experts
 """
 
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tinker_server.backends.formats.block_fp8 import dequantised, halves, packed
-from tinker_server.backends.kernels.fp8_experts import AlignedPairs, SortedPairs, product_by_expert
+from tinker_server.backends.formats import block_fp8, mxfp4
+from tinker_server.backends.formats.packed import gates_and_ups, halves
+from tinker_server.backends.kernels.packed_experts import AlignedPairs, SortedPairs, product_by_expert
 
+Format = Literal["fp8", "mxfp4"]
 Difference = tuple[Tensor, Tensor]
 """What the kernel gives, and what is exact."""
 
@@ -24,16 +27,31 @@ class Experts:
     """Dequantised."""
 
 
-def make_experts(count: int, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> Experts:
-    """Experts whose packed matrices have a gap behind each, as those of gates have that stand before ups."""
+def make_experts(
+    count: int, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu", *, of: Format = "fp8"
+) -> Experts:
+    """Experts whose packed matrices have a gap between them, as those of gates have that stand beside ups."""
     made = torch.Generator().manual_seed(0)
+    if of == "mxfp4":
+        return _make_in_mxfp4(count, shape, dtype, device)
     blocks = [-(-size // 128) for size in shape]
     numbers = (torch.randn(count, *shape, generator=made) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale = torch.rand(count, *blocks, generator=made) / 100
-    bytes_EB = torch.stack([packed(*both) for both in zip(numbers, scale, strict=True)])
+    bytes_EB = torch.stack([block_fp8.packed(*both) for both in zip(numbers, scale, strict=True)])
     gap = torch.full_like(bytes_EB, 0x7F)  # not a number
     stack_EB = torch.cat([bytes_EB, gap], 1).to(device)
-    return Experts(stack_EB[:, : bytes_EB.shape[1]], dequantised(numbers, scale, dtype).to(device))
+    whole_ENK = block_fp8.dequantised(numbers, scale, dtype).to(device)
+    return Experts(stack_EB[:, : bytes_EB.shape[1]], whole_ENK)
+
+
+def _make_in_mxfp4(count: int, shape: tuple[int, int], dtype: torch.dtype, device: str) -> Experts:
+    made, (outputs, inputs) = torch.Generator().manual_seed(0), shape
+    size = (count, 2 * outputs, inputs // 32)
+    blocks = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, generator=made)
+    scales = torch.randint(121, 125, size, dtype=torch.uint8, generator=made)
+    _, ups = gates_and_ups(mxfp4.pack(blocks, scales).to(device))
+    whole_ENK = mxfp4.dequantise(blocks.flatten(-2), scales, dtype)[:, 1::2].contiguous().to(device)
+    return Experts(ups, whole_ENK)
 
 
 def ends_of(counts: list[int], device: str = "cpu") -> Tensor:
@@ -68,10 +86,16 @@ def aligned(experts_S: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, T
 
 
 def sorted_products(
-    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu", *, is_transposed: bool = False
+    counts: list[int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    is_transposed: bool = False,
+    of: Format = "fp8",
 ) -> Difference:
     """Of pairs whose rows are in the experts' order, so many of each."""
-    experts, ends_E = make_experts(len(counts), shape, dtype, device), ends_of(counts, device)
+    experts, ends_E = make_experts(len(counts), shape, dtype, device, of=of), ends_of(counts, device)
     inputs, outputs = shape if is_transposed else shape[::-1]
     x_SN = torch.randn(sum(counts), inputs, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     found = torch.full((sum(counts), outputs), torch.nan, dtype=dtype, device=device)
@@ -80,30 +104,37 @@ def sorted_products(
 
 
 def aligned_products(
-    num_choices: int, rows: int, dtype: torch.dtype, device: str = "cpu", *, is_weighted: bool
+    num_choices: int, rows: int, dtype: torch.dtype, device: str = "cpu", *, is_weighted: bool, of: Format = "fp8"
 ) -> Difference:
-    """Of pairs by their numbers, beside other results, as those of gates stand beside those of ups."""
+    """Of pairs by their numbers, beside other results, as those of gates stand beside those of ups; in MXFP4 with the
+    experts' biases."""
     shape, count, made = (160, 192), 5, torch.Generator().manual_seed(1)
-    experts = make_experts(count, shape, dtype, device)
+    experts = make_experts(count, shape, dtype, device, of=of)
     experts_S = torch.cat([torch.randperm(count, generator=made)[:3] for _ in range(29)])
     x_SN = torch.randn(len(experts_S) // num_choices, shape[1], generator=made).to(device, dtype)
     weights_S = torch.rand(len(experts_S), generator=made).to(device) if is_weighted else None
     wide = torch.full((len(experts_S), 2 * shape[0]), torch.nan, dtype=dtype, device=device)
     tiles = [tensor.to(device) for tensor in aligned(experts_S, count, rows)]
     pairs = AlignedPairs(tiles[0], tiles[1], tiles[2], rows, num_choices, weights_S)
-    product_by_expert(x_SN, halves(experts.weight_EB, *shape), pairs, wide[:, shape[0] :])
+    bias_EN = torch.randn(count, 2 * shape[0], generator=made).to(device, dtype)[:, 1::2] if of == "mxfp4" else None
+    product_by_expert(x_SN, halves(experts.weight_EB, *shape), pairs, wide[:, shape[0] :], bias_EN=bias_EN)
     assert wide[:, : shape[0]].isnan().all()
     order = experts_S.argsort(stable=True)
     ends_E = ends_of(experts_S.bincount(minlength=count).tolist())
     exact = exact_products(x_SN[(order // num_choices).to(device)], experts, ends_E)[order.argsort().to(device)]
+    exact = exact if bias_EN is None else exact + bias_EN.double()[experts_S.to(device)]
     return wide[:, shape[0] :], exact if weights_S is None else exact * weights_S[:, None]
 
 
 def _check_in_interpreter() -> None:  # which has no products in bfloat16
-    for shape, is_transposed in product([(160, 192), (64, 300)], [False, True]):
-        _require_close(*sorted_products([0, 37, 0, 21, 3], shape, torch.float32, is_transposed=is_transposed))
-    for num_choices, is_weighted in ((1, True), (3, False)):
-        _require_close(*aligned_products(num_choices, 16, torch.float32, is_weighted=is_weighted))
+    shapes: dict[Format, list[tuple[int, int]]] = {"fp8": [(160, 192), (64, 300)], "mxfp4": [(160, 192), (64, 288)]}
+    for of in shapes:
+        for shape, is_transposed in product(shapes[of], [False, True]):
+            _require_close(
+                *sorted_products([0, 37, 0, 21, 3], shape, torch.float32, is_transposed=is_transposed, of=of)
+            )
+        for num_choices, is_weighted in ((1, True), (3, False)):
+            _require_close(*aligned_products(num_choices, 16, torch.float32, is_weighted=is_weighted, of=of))
 
 
 def _require_close(found: Tensor, exact: Tensor) -> None:

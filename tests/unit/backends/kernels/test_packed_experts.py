@@ -7,12 +7,14 @@ import sys
 import pytest
 import torch
 
-from tests.fp8_experts import ends_of, exact_products, make_experts
-from tinker_server.backends.formats.block_fp8 import multiply_by_expert
+from tests.packed_experts import ends_of, exact_products, make_experts
+from tinker_server.backends.formats.packed import multiply_by_expert
 
 
 def test_the_kernel_multiplies_pairs_by_their_experts_in_tritons_interpreter() -> None:
-    subprocess.run([sys.executable, "-m", "tests.fp8_experts"], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "tests.packed_experts"], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True
+    )
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
