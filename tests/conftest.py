@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
 
 # What vLLM finds out about a kind of model takes ten seconds: once for all servers, whose data directories differ.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+
+
+BEGAN_S = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="of the run: a test that has not begun by then is skipped")
+    parser.addoption("--order", help="any text: files come in an order that follows from it alone")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes: float | None = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() - BEGAN_S > 60 * minutes:
+        pytest.skip("no time is left for it (--minutes)")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,5 +1,7 @@
 """Gives tests to workers: those that share a server or an engine to the same worker, and the longest first."""
 
+from hashlib import sha256
+
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -19,7 +21,8 @@ NUM_HELD = 2
 
 
 class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a worker one file after the other, or all files of an engine, or one test."""
+    """Gives a worker one file after the other, or all files of an engine, or one test: the longest first, or in the
+    order of `--order`."""
 
     def _split_scope(self, nodeid: str) -> str:
         for name, files in TOGETHER.items():
@@ -28,9 +31,13 @@ class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
         return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        longest = min(self.workqueue, key=_place)  # of equals, the first by name
-        self.workqueue.move_to_end(longest, last=False)
+        first = min(self.workqueue, key=self._place)  # of equals, the first by name
+        self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
+
+    def _place(self, scope: str) -> int | str:
+        order = self.config.getoption("order")
+        return _length(scope) if order is None else sha256(f"{order} {scope}".encode()).hexdigest()
 
     def _reschedule(self, node: WorkerController) -> None:
         """Leave to other workers what this worker need not have yet. Scopes that a crashed worker had run to their end
@@ -45,5 +52,5 @@ class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
         return num_pending >= NUM_HELD
 
 
-def _place(scope: str) -> int:
+def _length(scope: str) -> int:
     return next((place for place, name in enumerate(LONGEST) if scope.startswith(name)), len(LONGEST))

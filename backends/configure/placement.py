@@ -363,9 +363,7 @@ class _Search:
         return MemoryPlan(self._device, totals, demands, dict(layouts), parts, wholes)
 
 
-def _first_fit(
-    searches: Sequence[_Search], wish: _Open
-) -> tuple[tuple[_Search, MemoryPlan] | None, list[MemoryPlan]]:
+def _first_fit(searches: Sequence[_Search], wish: _Open) -> tuple[tuple[_Search, MemoryPlan] | None, list[MemoryPlan]]:
     """Return the first plan with this demand that fits, with its search, or None; and the plans before it."""
     tried: list[MemoryPlan] = []
     for search in searches:

@@ -3,12 +3,14 @@
 pytest tests/unit/test_workers.py
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import pytest_runtest_setup
 from tests.workers import APART, TOGETHER, ByEngine
 
 UNIT, SMALL, OTHER = (f"tests/unit/test_{name}.py::test_it" for name in "abc")
@@ -66,6 +68,28 @@ def test_the_longest_tests_begin_first_whatever_their_names(config: pytest.Confi
     tests = [*CHAOS, *SERVER, *CONTRACT, *ENGINE, OWN_SERVER, UNIT]
     scheduler, [worker] = scheduled(config, tests, 1)
     assert run_alone(scheduler, worker, tests) == [*SERVER, *ENGINE, OWN_SERVER, *CHAOS, *CONTRACT, UNIT]
+
+
+def test_files_come_in_the_order_of_a_text_and_what_shares_an_engine_stays_together(
+    config: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = [*CHAOS, *SERVER, *CONTRACT, *ENGINE, OWN_SERVER, UNIT, SMALL, OTHER]
+    found = []
+    for order in ("a", "a", "b"):
+        monkeypatch.setattr(config.option, "order", order)
+        scheduler, [worker] = scheduled(config, tests, 1)
+        found.append(run_alone(scheduler, worker, tests))
+        assert sorted(found[-1]) == sorted(tests) and found[-1].index(ENGINE[1]) == found[-1].index(ENGINE[0]) + 1
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(("minutes", "skips"), [(None, False), (1e6, False), (0, True)])
+def test_a_test_that_has_not_begun_by_the_last_minute_is_skipped(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minutes: float | None, skips: bool
+) -> None:
+    monkeypatch.setattr(request.config.option, "minutes", minutes)
+    with pytest.raises(pytest.skip.Exception, match="--minutes") if skips else nullcontext():
+        pytest_runtest_setup(request.node)
 
 
 def test_what_shares_a_server_or_an_engine_is_on_the_same_worker_and_nothing_else(config: pytest.Config) -> None:
