@@ -103,7 +103,7 @@ async def test_claude_codes_form_gets_the_same_call(sampler: SamplerPool) -> Non
         parts, _ = await emitted(sampler, "messages", **body, max_tokens=60, temperature=1, seed=seed, stream=True)
         started = [one["content_block"]["name"] for one in events(parts) if one["type"] == "content_block_start"]
         calls = [one for one in answer["content"] if one["type"] == "tool_use"]
-        assert [one["name"] for one in calls] == started == ["paint"] * len(calls)
+        assert [one["name"] for one in calls] == started == ["paint"] * len(calls), (answer, parts)
         assert answer["stop_reason"] in ("tool_use", "max_tokens") and all(
             isinstance(one["input"], dict) for one in calls
         )
