@@ -436,6 +436,17 @@ async def test_bases_are_known_whose_runs_or_weights_have_the_own_layout(db: Dat
         status = "lost" if base == "ended" else "suspended"
         await runs.add(replace(run(session_id, number), base_model=base, trainable=trainable, status=status))
     assert await own_layout() == OwnLayout({"own", "no attention"}, {"own", "no experts"})
+    unnamed = SamplingSession(
+        sampling_session_id=f"{session_id}:sample:0",
+        owner=OWNER,
+        session_id=session_id,
+        base_model="ended",
+        directory="weights",
+        created_at=1.0,
+    )
+    await SamplerStore(db).create(unnamed)
+    assert await own_layout() == OwnLayout({"own", "no attention", "ended"}, {"own", "no experts", "ended"})
+    await db.change(lambda session: session.execute(text("UPDATE sampling_sessions SET weights_deleted_at = 1")))
     await CheckpointStore(db).put(replace(checkpoint("saved"), base_model="saved", trainable=own))
     await db.change(lambda session: session.execute(text("UPDATE training_runs SET trainable = '{\"rank\": 8}'")))
     all_of_them = {"saved", "own", "shared", "no experts", "no attention"}  # as older servers wrote them
