@@ -43,7 +43,7 @@ def test_every_target_of_make_help_has_a_check() -> None:
     targets = set(re.findall(r"^make ([\w-]+)", said, re.MULTILINE))
     assert targets == RUN_BY_CI | set(COMPARED) | set(COLLECTED) | set(SAY_HELP)
     assert all(list((ROOT / "tests/unit").rglob(name)) for name in COMPARED.values())
-    run = set(re.findall(r"^part \S+(?: - SECONDS\)\)\")? ([\w-]+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE))
+    run = set(re.findall(r"^ *part \S+(?: - SECONDS\)\)\")? ([\w-]+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE))
     assert {"test", "acceptance-quick", "test-slow"} <= run
 
 
