@@ -38,9 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    minutes: float | None = item.config.getoption("minutes")
-    if minutes is not None and time.monotonic() - BEGAN_S > 60 * minutes:
-        pytest.skip("no time is left for it (--minutes)")
+    from tests.workers import skip_after
+
+    skip_after(item.config.getoption("minutes"), BEGAN_S)
 
 
 @pytest.hookimpl(optionalhook=True)

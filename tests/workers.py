@@ -1,7 +1,9 @@
 """Gives tests to workers: those that share a server or an engine to the same worker, and the longest first."""
 
+import time
 from hashlib import sha256
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -54,3 +56,9 @@ class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
 
 def _length(scope: str) -> int:
     return next((place for place, name in enumerate(LONGEST) if scope.startswith(name)), len(LONGEST))
+
+
+def skip_after(minutes: float | None, began_s: float) -> None:
+    """Skip the test that begins now if the minutes of its run are over."""
+    if minutes is not None and time.monotonic() - began_s > 60 * minutes:
+        pytest.skip("no time is left for it (--minutes)")

@@ -3,6 +3,7 @@
 pytest tests/unit/test_workers.py
 """
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import pytest_runtest_setup
-from tests.workers import APART, TOGETHER, ByEngine
+from tests.workers import APART, TOGETHER, ByEngine, skip_after
 
 UNIT, SMALL, OTHER = (f"tests/unit/test_{name}.py::test_it" for name in "abc")
 CONTRACT = ["tests/contract/test_a.py::test_it", "tests/contract/test_a.py::test_another"]
@@ -84,12 +84,9 @@ def test_files_come_in_the_order_of_a_text_and_what_shares_an_engine_stays_toget
 
 
 @pytest.mark.parametrize(("minutes", "skips"), [(None, False), (1e6, False), (0, True)])
-def test_a_test_that_has_not_begun_by_the_last_minute_is_skipped(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minutes: float | None, skips: bool
-) -> None:
-    monkeypatch.setattr(request.config.option, "minutes", minutes)
+def test_a_test_that_has_not_begun_by_the_last_minute_is_skipped(minutes: float | None, skips: bool) -> None:
     with pytest.raises(pytest.skip.Exception, match="--minutes") if skips else nullcontext():
-        pytest_runtest_setup(request.node)
+        skip_after(minutes, time.monotonic() - 1)
 
 
 def test_what_shares_a_server_or_an_engine_is_on_the_same_worker_and_nothing_else(config: pytest.Config) -> None:
