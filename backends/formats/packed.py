@@ -29,10 +29,15 @@ def is_in_mxfp4(stack: Tensor) -> bool:
     return stack.dim() == 1 + _EXPERT_IN_MXFP4
 
 
+def alternating(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gates and ups [E, I, ...] of a stack, or of its biases, where they alternate. They share its memory."""
+    return both[:, ::2], both[:, 1::2]
+
+
 def gates_and_ups(stack: Tensor) -> tuple[Tensor, Tensor]:
     """Return the halves of a packed stack of experts. They share its memory."""
     if is_in_mxfp4(stack):
-        return stack[:, ::2], stack[:, 1::2]
+        return alternating(stack)
     gates, ups = stack.chunk(2, 1)
     return gates, ups
 

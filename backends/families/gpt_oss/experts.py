@@ -37,7 +37,7 @@ class BiasedExperts(nn.Module):
     def gates_and_ups(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """Return the halves of the matrices, or of the biases. They share their memory."""
         if self.is_packed:
-            return both[:, ::2], both[:, 1::2]
+            return packed.alternating(both)
         gates, ups = both.chunk(2, 1)
         return gates, ups
 

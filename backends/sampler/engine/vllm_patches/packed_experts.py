@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from tinker_server.backends.formats.block_fp8 import packed_bytes, require_kernel
 from tinker_server.backends.formats.divided_fp8 import rows_of_rank, take_part
-from tinker_server.backends.formats.packed import byte_shape, gates_and_ups, halves, unpack
+from tinker_server.backends.formats.packed import alternating, byte_shape, gates_and_ups, halves, unpack
 
 if current_platform.is_cpu():
     from tinker_server.backends.sampler.engine.vllm_patches.cpu import ExpertsOnCPU
@@ -169,7 +169,7 @@ class PackedExperts(_PackedSizes, TritonExperts):  # type: ignore[misc]
         pairs = AlignedPairs(numbers, experts, count, rows, num_choices, None)
         parts_SI = into_TKN.view(-1, 2 * inner).chunk(2, 1)
         # Biases alternate where there are any.
-        biases = (None, None) if self.w1_bias is None else (self.w1_bias[:, ::2], self.w1_bias[:, 1::2])
+        biases = (None, None) if self.w1_bias is None else alternating(self.w1_bias)
         for stack, bias_EI, part_SI in zip(gates_and_ups(w1), biases, parts_SI, strict=True):
             product_by_expert(hidden_states, halves(stack, inner, hidden), pairs, part_SI, bias_EN=bias_EI)
         lora: dict[str, Any] = {
@@ -206,7 +206,7 @@ def _experts_class() -> type:
         def w1_bias(self) -> Tensor | None:
             """Biases of gates, then of ups."""
             bias: Tensor | None = super().w1_bias
-            return None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
+            return None if bias is None else torch.cat(alternating(bias), 1)
 
         def _matrices(self, w1: Tensor, w2: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
             """Return an expert's matrices, dequantised."""
