@@ -15,7 +15,7 @@ hidden width, I inputs and O outputs of a matrix, R summed ranks of the microbat
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,21 +47,28 @@ class ExpertAdapters:
     `Adapters.load` sets them. R is 0 if it has no such model."""
 
     a: Tensor
-    """[E, R, I], or [1, R, I] if the experts share it."""
+    """[E, R, I], or [R, I] if the experts share it."""
     b: Tensor
-    """[E, R, O], transposed, or [1, R, O]."""
+    """[E, R, O], transposed, or [R, O]."""
     grad_a: Tensor
     grad_b: Tensor
 
-    def __init__(self, num_experts: int, num_matrices: tuple[int, int], outputs: int, inputs: int) -> None:
+    def __init__(self, num_experts: int, outputs: int, inputs: int, shared: Literal["a", "b"] | None = None) -> None:
+        """`shared`: the factor that all experts share."""
         self.num_experts = num_experts
-        self.num_matrices = num_matrices
+        self.num_matrices = (1 if shared == "a" else num_experts, 1 if shared == "b" else num_experts)
         """Of A, and of B."""
         self.matrix_shape = torch.Size((outputs, inputs))
+        self._shared = shared
 
     def take(self, a_ERI: Tensor, b_ERO: Tensor, grad_a_ERI: Tensor, grad_b_ERO: Tensor) -> None:
         """Set the adapters and where their gradients are accumulated."""
         self.a, self.b, self.grad_a, self.grad_b = a_ERI, b_ERO, grad_a_ERI, grad_b_ERO
+        # Not in compiled code: torch 2.11 adds the offset of a gradient's view there twice.
+        if self._shared == "a":
+            self.a, self.grad_a = a_ERI[0], grad_a_ERI[0]
+        if self._shared == "b":
+            self.b, self.grad_b = b_ERO[0], grad_b_ERO[0]
 
     @property
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,7 +78,7 @@ class ExpertAdapters:
     @property
     def is_loaded(self) -> bool:
         """Whether the microbatch has models of this layout."""
-        return self.a.shape[1] > 0
+        return self.a.shape[-2] > 0
 
 
 class _Pairs(NamedTuple):
@@ -117,11 +124,11 @@ class LoraExperts(nn.Module):
         count, hidden, inner = sizes
         self._num_experts = count
         into = {name: (inner, hidden) for name in self._into}
-        own = {name: ExpertAdapters(count, (count, count), *shape) for name, shape in into.items()}
-        shared = {name: ExpertAdapters(count, (1, count), *shape) for name, shape in into.items()}
+        own = {name: ExpertAdapters(count, *shape) for name, shape in into.items()}
+        shared = {name: ExpertAdapters(count, *shape, "a") for name, shape in into.items()}
         self.adapters: dict[Layout, dict[str, ExpertAdapters]] = {
-            "own": own | {"down_proj": ExpertAdapters(count, (count, count), hidden, inner)},
-            "service": shared | {"down_proj": ExpertAdapters(count, (count, 1), hidden, inner)},
+            "own": own | {"down_proj": ExpertAdapters(count, hidden, inner)},
+            "service": shared | {"down_proj": ExpertAdapters(count, hidden, inner, "b")},
         }
 
     @property
@@ -142,7 +149,7 @@ class LoraExperts(nn.Module):
         shared = self.adapters["service"]
         if shared["up_proj"].is_loaded:
             into = [shared[name] for name in self._into]
-            inner_TN = multiply_a(hidden_TH, [of.a[0] for of in into], [of.grad_a[0] for of in into], scales_TR)
+            inner_TN = multiply_a(hidden_TH, [of.a for of in into], [of.grad_a for of in into], scales_TR)
             inners_SR = [inner_TR[pairs.token_S] for inner_TR in inner_TN.chunk(len(into), 1)]
             parts_SI = [
                 part_SI + expert_factor(inner_SR, of.b, of.grad_b, pairs.ends_E, False)
@@ -156,7 +163,7 @@ class LoraExperts(nn.Module):
         if (down := shared["down_proj"]).is_loaded:
             inner_SR = expert_factor(inner_SI, down.a, down.grad_a, pairs.ends_E, True)
             inner_TR = pairs.sum_weighted(inner_SR, weights_TK).to(hidden_TH.dtype)
-            y_TH = y_TH + multiply_b(inner_TR, down.b[0], down.grad_b[0], scales_TR)[0]
+            y_TH = y_TH + multiply_b(inner_TR, down.b, down.grad_b, scales_TR)[0]
         return y_TH.to(hidden_TH.dtype)  # some routers' weights are in float32
 
     def _halves(self, both: Tensor) -> Sequence[Tensor]:

@@ -1,12 +1,14 @@
 """Experts that share the factors on the hidden side equal autograd through each expert's merged weights, alone and in a
 microbatch with models whose experts have adapters of their own."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.families.gpt_oss import apply_gate
@@ -118,10 +120,32 @@ def test_every_model_gets_what_merged_weights_give_each_expert(kind: str, layout
     begins = {layout: sum(RANKS[one] for one in layouts[:place]) for place, layout in enumerate(layouts)}
     ranks = [slice(begins[layout], begins[layout] + RANKS[layout]) for layout, _ in leaves for _ in range(2)]
     for gradient, part, expected in zip(found, ranks, wanted, strict=True):
-        torch.testing.assert_close(gradient[:, part], expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            gradient[..., part, :], expected.view(*gradient.shape[:-2], -1, expected.shape[-1]), rtol=1e-9, atol=1e-12
+        )
 
 
 def test_the_hidden_side_has_one_factor_for_all_experts() -> None:
     experts = experts_of("gated", TokenScales())
     counts = {name: adapters.num_matrices for name, adapters in experts.adapters["service"].items()}
     assert counts == {"gate_proj": (1, EXPERTS), "up_proj": (1, EXPERTS), "down_proj": (EXPERTS, 1)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_code_is_given_shared_factors_and_gradients_not_what_they_are_parts_of(kind: str) -> None:
+    """torch 2.11 adds the offset of such a part twice: a layer's gradient goes to another layer."""
+    scales, seen = TokenScales(), []
+
+    def keep(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        for operator in (torch.ops.tinker_server.multiply_a.default, torch.ops.tinker_server.multiply_b.default):
+            seen.extend(module.graph.find_nodes(op="call_function", target=operator))
+        return module.forward
+
+    experts = experts_of(kind, scales)
+    load(experts, ("service",))
+    scales.scales_TR = random(7, RANKS["service"])
+    compiled = torch.compile(experts, backend=keep, dynamic=True)
+    compiled(random(7, HIDDEN), torch.arange(7 * CHOSEN).view(7, CHOSEN) % EXPERTS, random(7, CHOSEN))
+    assert len(seen) == 2
+    for node in seen:
+        assert all(tensor.op == "placeholder" for tensor in tree_leaves(node.args[1:3]))
