@@ -215,7 +215,7 @@ def main() -> None:
     given = parser.parse_args()
     shape = replace(SHAPES[given.shape], num_layers=given.layers)
     with tempfile.TemporaryDirectory() as scratch:
-        directory = make_model(Path(scratch) / "model", shape, in_fp8=given.fp8)
+        directory = make_model(Path(scratch) / "model", shape, precision="fp8" if given.fp8 else None)
         torch.cuda.empty_cache()
         report = Report(shape)
         for precision in (None, "fp8") if given.fp8 else (None,):

@@ -2,7 +2,7 @@
 steps, deaths of trainer and engine, and the GPUs' memory.
 
     python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3] [--model DIRECTORY] [--once]
-        [--adapters 4] [--fp8] [--batch 16] [--groups 64] [--server "--base-copies 2 --replay-routing"]
+        [--adapters 4] [--precision fp8|mxfp4] [--batch 16] [--groups 64] [--server "--base-copies 2 --replay-routing"]
         [--figures FILE] [--cpu RANKS]
 
 Random weights in the shape of a published model, LoRA of rank 32; what is not said here is at its default. MFU as in
@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import RANK, peak_flops
 from benchmarks.handover import saves
-from benchmarks.shapes import SHAPES, Shape, make_model
+from benchmarks.shapes import SHAPES, Precision, Shape, make_model
 from tests.factories import present
 from tests.models import make_tiny_vl
 from tests.servers import Server
@@ -64,9 +64,8 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=4, help="of which samples are drawn")
     parser.add_argument("--batch", type=int, default=16, help="samples of 1,024 tokens of a forward_backward")
     parser.add_argument("--groups", type=int, default=64, help="prompts of which 4 samples are drawn at once")
-    parser.add_argument(
-        "--fp8", action="store_true", help="keep the decoder's linears in fp8, in the files and in memory"
-    )
+    precision_help = "keep the decoder's linears in fp8, or gpt-oss's experts in mxfp4, in the files and in memory"
+    parser.add_argument("--precision", choices=("fp8", "mxfp4"), help=precision_help)
     parser.add_argument("--server", default="", help="more options of the server")
     parser.add_argument("--once", action="store_true", help="without the second start")
     parser.add_argument("--figures", type=Path, help="file to which the figures are written as JSON")
@@ -82,8 +81,8 @@ def main() -> None:
         else:
             # In a process that ends: this one has no context on the GPU, for which no plan has room.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-                card, peak = other.submit(prepare, model, shape, given.fp8).result()
-            switches += ["--device", "cuda", *(["--base-precision", "fp8"] if given.fp8 else [])]
+                card, peak = other.submit(prepare, model, shape, given.precision).result()
+            switches += ["--device", "cuda", *(["--base-precision", given.precision] if given.precision else [])]
             print(f"{card}, {peak / 1e12:.0f} TFLOP/s", flush=True)
         server = Server(scratch / "data", {NAME: model}, *switches)
         server.patience_s = 900  # large bases take minutes
@@ -125,10 +124,10 @@ def print_log(server: Server) -> None:
     print(*(line for line in server.log.read_text().splitlines() if _TOLD.search(line)), sep="\n", flush=True)
 
 
-def prepare(model: Path, shape: Shape, in_fp8: bool) -> tuple[str, float]:
+def prepare(model: Path, shape: Shape, precision: Precision | None = None) -> tuple[str, float]:
     """Make the weights if they are not there. Return the GPU's name, and its rate of products."""
     if not (model / "config.json").exists():
-        make_model(model, shape, in_fp8=in_fp8)
+        make_model(model, shape, precision=precision)
     torch.cuda.empty_cache()
     return torch.cuda.get_device_name(), peak_flops()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +21,7 @@ from transformers import (
 
 from tests.models import make_tiny_gpt_oss, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl
 from tests.published import COOKBOOK, OTHERS, Config
+from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE
 
 CONTEXT = 262144
@@ -41,6 +42,14 @@ _SECTIONS = {
     "qwen3_5_moe": [11, 11, 10],
 }
 """Pairs of a head that are rotated by time, height and width."""
+Precision = Literal["fp8", "mxfp4"]
+_STORED = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+}
+"""What a config says of files in a precision."""
+_EXPONENTS = 118, 122
+"""Of blocks in MXFP4: random numbers of four bits then have about the size of weights of 2,880 inputs."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +126,18 @@ SHAPES = {
     "mistral-7b": Shape(OTHERS["mistralai/Mistral-7B-v0.1"]),
     "gemma-3-12b": Shape(OTHERS["google/gemma-3-12b-it, text"]),
     "gpt-oss-20b": Shape(COOKBOOK["openai/gpt-oss-20b"]),
+    "gpt-oss-120b": Shape(COOKBOOK["openai/gpt-oss-120b"]),
     "8b-text": Shape(COOKBOOK["Qwen/Qwen3-8B"]),
     "70b": Shape(COOKBOOK["meta-llama/Llama-3.1-70B"]),
 }
 
 
-def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
+def make_model(directory: Path, shape: Shape, *, precision: Precision | None = None) -> Path:
     """Make random weights on a GPU, in bfloat16, and write them with the tiny model's tokenizer and processor.
 
-    `in_fp8`: those of the linears of a dense decoder in fp8 by blocks. Kinds of `_AS_IN_MEMORY` are made and written
-    layer by layer, so that neither the GPU nor main memory has all of them.
+    `precision`: that of the linears of a dense decoder (fp8, by blocks), or of gpt-oss's experts (MXFP4). These, and
+    kinds of `_AS_IN_MEMORY`, are made and written layer by layer, so that neither the GPU nor main memory has all of
+    them.
     """
     make_tiny = _TINY.get(shape.model_type) or partial(make_tiny_of, shape.model_type)
     make_tiny(directory)
@@ -135,8 +146,8 @@ def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
     for old in directory.glob("*.safetensors*"):
         old.unlink()
     config = shape._known(ids)
-    if in_fp8 or config.model_type in _AS_IN_MEMORY:
-        return _write_layers(directory, config, in_fp8=in_fp8)
+    if precision or config.model_type in _AS_IN_MEMORY:
+        return _write_layers(directory, config, precision)
     with torch.device("cuda", 0):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
     # Random layers of linear attention make rounding large: each adds less to the stream, as in GPT-2's start, and the
@@ -150,7 +161,7 @@ def make_model(directory: Path, shape: Shape, *, in_fp8: bool = False) -> Path:
                 adds = re.search(r"\.layers\..*(out_proj|o_proj|down_proj)(\.weight)?$", name)
                 begins = is_large and name.endswith("embed_tokens.weight")
                 parameter.normal_(0, 1.0 if begins else _inputs(parameter) ** -0.5 * (part if adds else 1.0))
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size="4GB")  # main memory has a file at once
     return directory
 
 
@@ -159,15 +170,14 @@ def _inputs(parameter: Tensor) -> int:
     return parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
 
 
-def _write_layers(directory: Path, config: PretrainedConfig, *, in_fp8: bool) -> Path:
+def _write_layers(directory: Path, config: PretrainedConfig, precision: Precision | None) -> Path:
     with torch.device("meta"):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
     model.config.save_pretrained(directory)
     path = directory / "config.json"
     written = {**json.loads(path.read_text()), "architectures": [type(model).__name__]}
-    if in_fp8:
-        block = {"weight_block_size": [BLOCK, BLOCK]}
-        written["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", **block}
+    if precision:
+        written["quantization_config"] = _STORED[precision]
     path.write_text(json.dumps(written))
     layers = model.get_decoder().layers
     inside = {id(one): number for number, layer in enumerate(layers) for one in layer.parameters()}
@@ -178,21 +188,26 @@ def _write_layers(directory: Path, config: PretrainedConfig, *, in_fp8: bool) ->
     for number, parameters in groups.items():
         tensors: dict[str, Tensor] = {}
         for name, parameter in parameters:
-            tensors |= _random(name, parameter, in_fp8=in_fp8 and number < len(layers))
+            tensors |= _random(name, parameter, precision if number < len(layers) else None)
         save_file(tensors, directory / f"model-{number:05}.safetensors", {"format": "pt"})
         files |= dict.fromkeys(tensors, f"model-{number:05}.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return directory
 
 
-def _random(name: str, parameter: nn.Parameter, *, in_fp8: bool) -> dict[str, Tensor]:
+def _random(name: str, parameter: nn.Parameter, precision: Precision | None) -> dict[str, Tensor]:
     """Return what a file has of a random parameter."""
     if parameter.dim() == 1:
         return {name: torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.bfloat16)}
+    if precision == "mxfp4" and parameter.dim() == 3:
+        count, inputs, outputs = parameter.shape
+        scales = torch.randint(*_EXPONENTS, (count, outputs, inputs // mxfp4.BLOCK), dtype=torch.uint8, device="cuda")
+        blocks = torch.randint(0, 256, (*scales.shape, mxfp4.BLOCK // 2), dtype=torch.uint8, device="cuda")
+        return {f"{name}{mxfp4.BLOCKS}": blocks.cpu(), f"{name}{mxfp4.SCALES}": scales.cpu()}
     made = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16) * _inputs(parameter) ** -0.5
-    if not in_fp8:
+    if precision != "fp8":
         # Files of Qwen3-VL MoE hold inputs before outputs.
-        return {name: (made.mT.contiguous() if ".experts." in name else made).cpu()}
+        return {name: (made.mT.contiguous() if parameter.dim() == 3 else made).cpu()}
     rows, columns = (size // BLOCK for size in parameter.shape)
     blocks = made.float().view(rows, BLOCK, columns, BLOCK)
     scale = blocks.abs().amax((1, 3)) / 448

@@ -146,7 +146,7 @@ def main() -> None:
             # In a process that ends: this one has no context on the GPU, for which no plan has room.
             shape = replace(SHAPES[given.shape], num_layers=given.layers)
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-                card, peak = other.submit(prepare, model, shape, False).result()
+                card, peak = other.submit(prepare, model, shape).result()
             switches += ["--device", "cuda"]
             print(f"{card}, {peak / 1e12:.0f} TFLOP/s", flush=True)
         server = Server(Path(folder) / "data", {NAME: model}, *switches)

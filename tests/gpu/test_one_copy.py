@@ -21,7 +21,7 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, assert_close, of_text, scoring_datum
 from tests.gpu.parts import Parts, used_bytes
-from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, publish_in_fp8, quantise_in_blocks
+from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, publish_in_fp8, quantise, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
 from tinker_server.api_schemas.training import AdamParams
@@ -138,6 +138,17 @@ async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(
         if copies == 1:
             assert_mapped(parts, quantised, stays_packed(spec))
         assert_close(f"fp8, {kind}, {copies} copies, {precision}", await parts.difference(quantised))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+async def test_experts_in_mxfp4_are_the_same_for_trainer_and_sampler(copies: int, tmp_path: Path) -> None:
+    quantise(FAMILIES["gpt-oss"](tmp_path / "model"), tmp_path / "quantised")
+    spec = replace(spec_of(tmp_path / "quantised", tmp_path / "scratch"), is_quantised=True, base_copies=copies)
+    spec = replace(spec, base_precision="mxfp4")
+    async with Parts(spec) as parts:
+        if copies == 1:
+            assert_mapped(parts, tmp_path / "quantised", stays_packed(spec))
+        assert_close(f"mxfp4, {copies} copies", await parts.difference(tmp_path / "quantised"))
 
 
 @pytest.mark.parametrize("copies", [1, 2])

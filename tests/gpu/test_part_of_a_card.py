@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.shapes import SHAPES, Precision, make_model
 from tests.factories import cross_entropy, image, make_renderer, present, prompt, words
 from tests.gpu.agreement import assert_close, scoring_datum
 from tests.gpu.parts import Parts, used_bytes
@@ -27,12 +27,12 @@ from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import Placement
 
 pytestmark = pytest.mark.gpu
-CASES: dict[str, tuple[str, float, dict[str, Any], bool]] = {
-    "Qwen3-VL-4B": ("4b", 23.5, {}, False),
-    "Qwen3.5-4B": ("qwen3.5-4b", 23.5, {}, False),
-    "Qwen3-8B in fp8": ("8b-text", 23.5, {"base_precision": "fp8", "max_context_length": 4096}, True),
+CASES: dict[str, tuple[str, float, dict[str, Any], Precision | None]] = {
+    "Qwen3-VL-4B": ("4b", 23.5, {}, None),
+    "Qwen3.5-4B": ("qwen3.5-4b", 23.5, {}, None),
+    "Qwen3-8B in fp8": ("8b-text", 23.5, {"base_precision": "fp8", "max_context_length": 4096}, "fp8"),
 }
-"""A model's shape, the GiB, settings, and whether its files are in fp8."""
+"""A model's shape, the GiB, settings, and the precision of its files."""
 
 
 class Peak:
@@ -51,8 +51,8 @@ class Peak:
 async def test_a_model_trains_a_context_and_samples_within_a_part_of_a_card(case: str, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    shape, gib, settings, in_fp8 = CASES[case]
-    source = make_model(tmp_path / "model", SHAPES[shape], in_fp8=in_fp8)
+    shape, gib, settings, precision = CASES[case]
+    source = make_model(tmp_path / "model", SHAPES[shape], precision=precision)
     config = BackendConfig(
         models={"m": str(source)}, gpu_memory_bytes=int(gib * GIB), scratch_dir=tmp_path / "scratch", **settings
     )
