@@ -104,7 +104,7 @@ class Support:
         """True if trainer and engine can map the same copy of the base; unless it is asked for, only where a GPU has
         seen it."""
         is_asked = self.config.base_copies == 1
-        was_seen = self.dtype == "bfloat16" and not self.config.cluster and self.config.base_precision != "mxfp4"
+        was_seen = self.dtype == "bfloat16" and not self.config.cluster
         return self._reason_unshared() is None and (is_asked or was_seen)
 
     @property
