@@ -22,6 +22,8 @@ DEFAULT = "Qwen/Qwen3.5-397B-A17B"
 NAMED = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 NEAR = {DEFAULT: 0.2, NAMED: 1e-4}
 """nats, of any token: on a CPU the first computes in bfloat16, the second in float32."""
+BETWEEN_MESHES = 0.05
+"""nats, of a step's mean loss in bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def server_of_true_models(
     """Random models under the true names, and the photographs of the other server's folder."""
     folder = tmp_path_factory.mktemp("true") / "folder"
     models = {
-        DEFAULT: make_tiny_qwen3_5(folder / DEFAULT, moe=True),
+        DEFAULT: make_tiny_qwen3_5(folder / DEFAULT, moe=True, linear_num_key_heads=2, linear_num_value_heads=4),
         NAMED: make_tiny_vl(folder / NAMED, moe=True),
     }
     for directory in models.values():  # the renderers of Qwen3.5 want each of these to be one token
@@ -39,9 +41,21 @@ def server_of_true_models(
         tokenizer.add_tokens(["<think>", "</think>"])
         tokenizer.save_pretrained(directory)
     (folder / "dpdl-benchmark").symlink_to(cookbook_of_session.folder / "dpdl-benchmark")
-    server = Server(folder.parent / "data", models).start()
+    yield from serve(folder, models)
+
+
+def serve(folder: Path, models: dict[str, Path], *options: str) -> Iterator[Cookbook]:
+    """Serve models of a folder to its recipes."""
+    server = Server(folder.parent / f"data{len(options)}", models, *options).start()
     yield Cookbook(folder, server)
     assert server.stop() == 0, server.log.read_text()[-4000:]
+
+
+@pytest.fixture
+def divided_cookbook(server_of_true_models: Cookbook) -> Iterator[Cookbook]:
+    """The recipes' own model, with two ranks of its trainer and its engine divided over two."""
+    folder = server_of_true_models.folder
+    yield from serve(folder, {DEFAULT: folder / DEFAULT}, "--ranks", "2", "--tensor-parallel", "2")
 
 
 @pytest.fixture
@@ -58,17 +72,7 @@ def true_cookbook(server_of_true_models: Cookbook) -> Cookbook:
 )
 def test_vlm_classifier_at_its_defaults(true_cookbook: Cookbook, shows, arguments: list[str]) -> None:
     """Random weights learn no more than how an answer looks."""
-    directory = true_cookbook.new_folder("vlm")
-    true_cookbook.run("vlm_classifier.train", f"experiment_dir={directory}", "dataset=caltech101", *arguments)
-    (log_dir,) = (path.parent for path in directory.rglob("metrics.jsonl"))
-    run = true_cookbook.run(
-        "vlm_classifier.train",
-        f"experiment_dir={directory}",
-        "behavior_if_log_dir_exists=resume",
-        *arguments,
-        log_dir=log_dir,
-    )
-    losses = run.column("train_mean_nll")
+    losses = classify(true_cookbook, *arguments)
     assert losses[-1] < 0.9 * losses[0]
     model = arguments[0].removeprefix("model_name=") if arguments else DEFAULT
     shows(
@@ -76,6 +80,35 @@ def test_vlm_classifier_at_its_defaults(true_cookbook: Cookbook, shows, argument
         f"train NLL {losses[0]:.2f} -> {losses[-1]:.2f}",
         true_cookbook,
     )
+
+
+def test_vlm_classifier_learns_on_a_divided_model_as_on_a_whole_one(
+    true_cookbook: Cookbook, divided_cookbook: Cookbook, shows
+) -> None:
+    whole, divided = (classify(cookbook) for cookbook in (true_cookbook, divided_cookbook))
+    assert divided[-1] < 0.9 * divided[0]
+    np.testing.assert_allclose(divided, whole, rtol=0, atol=BETWEEN_MESHES)
+    distance = np.abs(np.subtract(divided, whole)).max()
+    shows(
+        f"vlm_classifier.train at its defaults, random {DEFAULT}, trainer and engine of two ranks",
+        f"train NLL {divided[0]:.2f} -> {divided[-1]:.2f}, {distance:.4f} from those of one rank",
+        divided_cookbook,
+    )
+
+
+def classify(cookbook: Cookbook, *arguments: str) -> list[float]:
+    """Train the image classifier at its defaults, and resume it; return its losses."""
+    directory = cookbook.new_folder("vlm")
+    cookbook.run("vlm_classifier.train", f"experiment_dir={directory}", "dataset=caltech101", *arguments)
+    (log_dir,) = (path.parent for path in directory.rglob("metrics.jsonl"))
+    run = cookbook.run(
+        "vlm_classifier.train",
+        f"experiment_dir={directory}",
+        "behavior_if_log_dir_exists=resume",
+        *arguments,
+        log_dir=log_dir,
+    )
+    return run.column("train_mean_nll")
 
 
 @pytest.mark.parametrize("name", [DEFAULT, NAMED])
