@@ -18,6 +18,7 @@ from tinker_server.backends.configure.gpus import CARDS_GIB, cards
 from tinker_server.backends.configure.memory_plan import GIB, Machine, MemoryPlan
 from tinker_server.backends.configure.model_size import TRAINED_IMAGE_TOKENS
 from tinker_server.backends.configure.placement import make_plan
+from tinker_server.backends.model_spec import BasePrecision
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 
@@ -55,6 +56,13 @@ FP8_HEAD = """
 With `--base-precision fp8`, the linears and experts of a decoder that is published in fp8 by blocks stay so, in trainer
 and engine, in one copy if they fit on one card. Of files that are not quantised, both make the same fp8 at load. This
 table is for either.
+
+"""
+IN_MXFP4 = {"openai/gpt-oss-20b": "gpt-oss-20b, text, experts", "openai/gpt-oss-120b": "gpt-oss-120b, text, experts"}
+MXFP4_HEAD = """
+## gpt-oss in MXFP4
+With `--base-precision mxfp4`, the experts of gpt-oss stay as they are in its files, in one copy for trainer and engine.
+The rows of the table below are for the default, which dequantises them to four times the size.
 
 """
 COOKBOOK_HEAD = """
@@ -115,18 +123,19 @@ def page() -> str:
     """The whole page."""
     adapter_gib = shape("4b").adapter_numbers(32) * 4 / GIB
     not_found = textwrap.fill(NOT_IN_THE_TABLE + ", ".join(map(_short, NOT_FOUND)) + ".", 120, break_on_hyphens=False)
-    lines = [*_card_lines(MODELS), FP8_HEAD + "\n".join(_card_lines(IN_FP8, in_fp8=True))]
+    lines = [*_card_lines(MODELS), FP8_HEAD + "\n".join(_card_lines(IN_FP8, "fp8"))]
+    lines += [MXFP4_HEAD + "\n".join(_card_lines(IN_MXFP4, "mxfp4"))]
     lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found, _images_head() + "\n".join(_image_lines())]
     notes = NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
     return HEAD + "\n".join(lines) + "\n" + notes
 
 
-def _card_lines(sizes: Mapping[str, str], *, in_fp8: bool = False) -> Iterator[str]:
+def _card_lines(sizes: Mapping[str, str], precision: BasePrecision | None = None) -> Iterator[str]:
     """Yield the lines of a table of models by cards."""
     yield f"| card, memory | {' | '.join(sizes.values())} |"
     yield f"|---|{'---|' * len(sizes)}"
     for card, memory_gib in CARDS_GIB.items():
-        cells = (_cell(size, card, in_fp8=in_fp8) for size in sizes)
+        cells = (_cell(size, card, precision) for size in sizes)
         yield f"| {card}, {memory_gib:g} GiB | {' | '.join(cells)} |"
 
 
@@ -185,20 +194,20 @@ def _short(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _cell(size: str, card: str, *, in_fp8: bool = False) -> str:
+def _cell(size: str, card: str, precision: BasePrecision | None = None) -> str:
     for count in COUNTS:
-        if (plan := _plan(size, f"{card}:{count}", in_fp8=in_fp8)) is not None:
+        if (plan := _plan(size, f"{card}:{count}", precision)) is not None:
             (demand,) = plan.demands.values()
             mark = "*" if demand.offloads_inputs else ""
             return f"{count}: {demand.context}, rank {demand.lora_rank} x {demand.models_at_once}{mark}"
     return "-"
 
 
-def _plan(size: str, gpus: str, *, in_fp8: bool) -> MemoryPlan | None:
+def _plan(size: str, gpus: str, precision: BasePrecision | None) -> MemoryPlan | None:
     names, sizes = zip(*cards(gpus), strict=True)
     try:
-        config = BackendConfig(base_precision="fp8" if in_fp8 else None)
-        return make_plan([shape(size, in_fp8=in_fp8)], config, Machine(0, sizes, names), "cuda")
+        config = BackendConfig(base_precision=precision)
+        return make_plan([shape(size, precision=precision)], config, Machine(0, sizes, names), "cuda")
     except BackendFailed:
         return None
 

@@ -9,12 +9,13 @@ from tempfile import TemporaryDirectory
 from tests.published import COOKBOOK, OTHERS
 from tinker_server.api_schemas.training import Layout as LoraLayout
 from tinker_server.backends.config import BackendConfig
-from tinker_server.backends.configure.describe import pack_linears, read_size
+from tinker_server.backends.configure.describe import keep_packed, pack_linears, read_size
 from tinker_server.backends.configure.fp8_parts import Fp8Parts
 from tinker_server.backends.configure.model_size import ModelSize
 from tinker_server.backends.families.coverage import decoder_matrices
 from tinker_server.backends.families.lora_names import NOT_IN_FP8
 from tinker_server.backends.formats.block_fp8 import BLOCK
+from tinker_server.backends.model_spec import BasePrecision
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 _SHORT = {
@@ -30,13 +31,17 @@ _SHORT = {
 
 @cache
 def shape(
-    name: str, *, train_vision: bool = False, in_fp8: bool = False, lora_layout: LoraLayout = "service"
+    name: str,
+    *,
+    train_vision: bool = False,
+    precision: BasePrecision | None = None,
+    lora_layout: LoraLayout = "service",
 ) -> ModelSize:
     """Return the shapes of a published model, by its name or a short one, on CUDA. Its tokenizer and image processor
-    are the small model's. `in_fp8`: as if the decoder were published in fp8, and stayed so; whether this is served is
+    are the small model's. `precision`: as if the decoder were published in it, and stayed so; whether this is served is
     not asked. Raises BackendFailed, as a server would, for one that cannot be served."""
     config = {**COOKBOOK, **OTHERS}[_SHORT.get(name, name)]
-    if in_fp8:
+    if precision == "fp8":
         block = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
         config = {**config, "quantization_config": {"quant_method": "fp8", **block}}
     with TemporaryDirectory() as directory:
@@ -45,9 +50,15 @@ def shape(
                 shutil.copy(file, directory)
         (Path(directory) / "config.json").write_text(json.dumps(config))
         settings = BackendConfig(models={name: name}, train_vision=train_vision, lora_layout=lora_layout)
+        if precision == "mxfp4":
+            settings = settings.model_copy(update={"base_precision": precision})
         renderer, size = read_size(name, Path(directory), settings, "cuda")
-        if not in_fp8:
+        if precision is None:
             return size
+        if precision == "mxfp4":
+            text = renderer.config.get_text_config()
+            experts, hidden, inner = text.num_local_experts, text.hidden_size, text.intermediate_size
+            return keep_packed(size, [(experts, 2 * inner, hidden), (experts, hidden, inner)] * text.num_hidden_layers)
         modules = decoder_matrices(renderer.family, renderer.config, directory).values()
         named = {name: sizes for of_module in modules for name, sizes in of_module.items()}
         kept = tuple(f".{linear}.weight" for linear in NOT_IN_FP8)

@@ -56,5 +56,5 @@ def test_matrices_whose_blocks_ranks_would_divide_are_refused_by_name(tmp_path: 
     ],
 )
 def test_published_mixtures_have_these_numbers_of_ranks_in_fp8(name: str, numbers: tuple[int, ...]) -> None:
-    found = shape(name, in_fp8=True).tensor_parallels
+    found = shape(name, precision="fp8").tensor_parallels
     assert found[: len(numbers)] == numbers

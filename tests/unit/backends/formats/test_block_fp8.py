@@ -27,6 +27,7 @@ from tinker_server.backends.formats.block_fp8 import (
 )
 from tinker_server.backends.formats.model_files import fingerprint
 from tinker_server.backends.formats.packed import joined
+from tinker_server.backends.model_spec import BasePrecision
 from tinker_server.backends.protocol import BackendFailed
 
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
@@ -172,14 +173,14 @@ def test_the_plan_counts_experts_that_stay_in_fp8_by_their_bytes(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["30b-a3b", "Qwen/Qwen3.5-35B-A3B"])
 def test_a_large_mixture_in_fp8_fits_one_gpu_of_80_gb(name: str) -> None:
-    def plan(in_fp8: bool) -> object:
+    def plan(precision: BasePrecision | None) -> object:
         memory = Machine(0, [int(79.1 * 2**30)], ["H100"])
-        return make_plan([shape(name, in_fp8=in_fp8)], BackendConfig(), memory, "cuda")
+        return make_plan([shape(name, precision=precision)], BackendConfig(), memory, "cuda")
 
     with pytest.raises(BackendFailed):
-        plan(in_fp8=False)
-    assert plan(in_fp8=True)
-    assert shape(name, in_fp8=True).base_bytes < 0.55 * shape(name).base_bytes
+        plan(None)
+    assert plan("fp8")
+    assert shape(name, precision="fp8").base_bytes < 0.55 * shape(name).base_bytes
 
 
 @pytest.mark.parametrize(
