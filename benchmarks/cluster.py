@@ -34,6 +34,7 @@ from tests.sampling import sampler_config
 from tests.servers import MODEL
 from tests.trainers import config
 from tinker_server.api_schemas.training import AdamParams, Trainable
+from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Address, Cluster
 from tinker_server.backends.cluster.engines import RemoteEngines
 from tinker_server.backends.cluster.replicas import RemoteReplicas
@@ -125,8 +126,9 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> None:
     model = make_tiny_vl(directory / "model")
     spec = replace(sampler_config(model, directory / "scratch"), name=MODEL, fingerprint=fingerprint(model))
     pool = SamplerPool(spec, may_grow=True)
-    engines = RemoteEngines({MODEL: (spec, pool)})
-    cluster = Cluster(Address(address(0), PORT), directory / "token", [engines], {MODEL: str(model)})
+    bases = RemoteBases({MODEL: spec})
+    engines = RemoteEngines({MODEL: (spec, pool)}, bases)
+    cluster = Cluster(Address(address(0), PORT), directory / "token", [bases, engines], {MODEL: str(model)})
     async with contextlib.AsyncExitStack() as running:
         began_s = time.perf_counter()
         running.push_async_callback(pool.stop)
@@ -180,8 +182,9 @@ async def train(arguments: argparse.Namespace, directory: Path) -> None:
     for across in DTYPES:
         spec = replace(spec, across_dtype=across)
         trainer = TrainerClient(spec)
-        replicas = RemoteReplicas(address(0), {MODEL: (spec, trainer)}, RemoteEngines({}))
-        cluster = Cluster(Address(address(0), PORT), directory / "token", [replicas], {MODEL: str(model)})
+        bases = RemoteBases({MODEL: spec})
+        replicas = RemoteReplicas(address(0), {MODEL: (spec, trainer)}, bases, RemoteEngines({}, bases))
+        cluster = Cluster(Address(address(0), PORT), directory / "token", [bases, replicas], {MODEL: str(model)})
         async with contextlib.AsyncExitStack() as running:
             running.push_async_callback(trainer.stop)
             await trainer.start()

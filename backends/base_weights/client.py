@@ -5,6 +5,7 @@ holder loads a second copy: so all that have mapped the first copy are ended bef
 """
 
 import asyncio
+import logging
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -19,22 +20,24 @@ from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.processes.launcher import StartWorkers, launch_holders
 from tinker_server.backends.processes.rpc import Child
 from tinker_server.backends.processes.supervisor import GRACE_S, Supervisor
-from tinker_server.backends.protocol import OnLoading, ProcessState
+from tinker_server.backends.protocol import BackendFailed, OnLoading, ProcessState
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
 class BaseWeights:
-    """The one copy of a base on each of its GPUs. Without any effect for a model with two copies."""
+    """The one copy of a base on each of its GPUs of a machine. Without any effect for a model with two copies."""
 
     def __init__(self, spec: ModelSpec, start_workers: StartWorkers = launch_holders) -> None:
+        """Make a directory for the sockets, if the spec has none."""
         self.spec = spec
         """The model's, with the directory in which it is held."""
-        self._is_held = spec.base_copies == 1
+        self._is_held, self._is_own = spec.base_copies == 1, spec.base_dir is None
         self._users: list[Child] = []
         """Processes that have mapped the weights, or will."""
         self._started = asyncio.Event()
-        if self._is_held:  # mkdtemp's directories are the user's alone
+        if self._is_held and self._is_own:  # mkdtemp's directories are the user's alone
             self.spec = replace(spec, base_dir=Path(tempfile.mkdtemp(prefix="tinker-base-")))
         self._supervisor = Supervisor(
             f"{spec.name}: what holds its weights",
@@ -49,10 +52,20 @@ class BaseWeights:
             await self._supervisor.start(on_loading)
             self._started.set()
 
+    async def keep_starting(self, on_loading: OnLoading) -> None:
+        """Load the weights, however many attempts that takes."""
+        try:
+            await self.start(on_loading)
+        except (BackendFailed, OSError) as error:
+            log.error("%s cannot be held: %s", self.spec.name, error)
+            await self._supervisor.running()
+            self._started.set()
+
     async def stop(self) -> None:
         """End the holders, after all that map their weights."""
         await self._supervisor.stop()
-        if self.spec.base_dir is not None:
+        if self._is_held and self._is_own:
+            assert self.spec.base_dir is not None
             await asyncio.to_thread(shutil.rmtree, self.spec.base_dir, ignore_errors=True)
 
     def processes(self) -> list[ProcessState]:

@@ -1,4 +1,4 @@
-"""An actor on each machine, which starts engines and ranks of trainers there with the launcher. Imports no Ray.
+"""An actor on each machine, which starts the processes of models there with the launcher. Imports no Ray.
 
 A process gets an end of a connection to the server as its own: what it sends and receives is as on the server's
 machine, and nothing lies between.
@@ -17,7 +17,7 @@ from tinker_server.backends.cluster.lines import Lines
 from tinker_server.backends.cluster.offer import Offer
 from tinker_server.backends.cluster.token import read_token
 from tinker_server.backends.model_spec import ModelSpec
-from tinker_server.backends.processes.launcher import Guarded, Seat, launch_at, restore_environment
+from tinker_server.backends.processes.launcher import Guarded, Place, launch_at, restore_environment
 
 _LAST_WORDS_S = 0.1
 """Time for the server to read the answers that a process sent just before it ended."""
@@ -38,8 +38,8 @@ class Agent:
         self._processes: dict[str, Guarded] = {}
         self._watching: set[asyncio.Task[None]] = set()
 
-    async def start(self, key: str, spec: ModelSpec, seat: Seat | None) -> int:
-        """Start an engine's process, or with a seat a rank's; return its number. Raises BackendFailed, OSError."""
+    async def start(self, key: str, spec: ModelSpec, place: Place) -> int:
+        """Start a process of a model; return its number. Raises BackendFailed, OSError."""
         if self._forwarding is None:
             self._forwarding = asyncio.create_task(self._lines.forward())
         token = read_token(Path(self._offer.token_file))
@@ -47,7 +47,7 @@ class Agent:
         ours: socket.socket = connection.writer.get_extra_info("socket")
         with socket.socket(fileno=os.dup(ours.fileno())) as its:
             connection.writer.transport.abort()  # closes ours alone; the server waits until the process is there
-            process = await launch_at(its, spec, seat)
+            process = await launch_at(its, spec, place)
             ending = socket.socket(fileno=os.dup(its.fileno()))
         self._processes[key] = process
         watching = asyncio.create_task(self._watch(key, process, ending))

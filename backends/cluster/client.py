@@ -26,7 +26,7 @@ from tinker_server.backends.cluster.ray_commands import ray_environment
 from tinker_server.backends.cluster.token import make_token
 from tinker_server.backends.cluster.versions import differences, require_ray, versions
 from tinker_server.backends.model_spec import ModelSpec
-from tinker_server.backends.processes.launcher import Seat, launch, rank_name, sampler_name
+from tinker_server.backends.processes.launcher import Place, launch, process_name
 from tinker_server.backends.processes.messages import STREAM_LIMIT
 from tinker_server.backends.processes.rpc import Child, Process
 from tinker_server.backends.processes.supervisor import Supervisor
@@ -49,9 +49,9 @@ class Node:
 
 
 class StartThere(Protocol):
-    """Starts a process on a machine: an engine's, or with a seat that of a trainer's rank."""
+    """Starts a process of a model on a machine, by default an engine's."""
 
-    async def __call__(self, spec: ModelSpec, seat: Seat | None = None) -> list[Child]:
+    async def __call__(self, spec: ModelSpec, place: Place = None) -> list[Child]:
         """Return the connection to the process. Raises BackendFailed."""
 
 
@@ -159,16 +159,15 @@ class Cluster:
         """Return the machines that have joined and not left."""
         return [NodeState(name, node.address, node.is_alive) for name, node in self.nodes.items()]
 
-    async def _start_there(self, node: Node, spec: ModelSpec, seat: Seat | None = None) -> list[Child]:
+    async def _start_there(self, node: Node, spec: ModelSpec, place: Place = None) -> list[Child]:
         """Start a process on a machine. Raises BackendFailed."""
         if not node.is_alive:
             raise BackendFailed(f"the machine {node.offer.name} is lost")
-        process = sampler_name(spec) if seat is None else rank_name(spec, seat)
-        key, name = secrets.token_hex(16), f"{process} on {node.offer.name}"
+        key, name = secrets.token_hex(16), f"{process_name(spec, place)} on {node.offer.name}"
         expected = self._expected[key] = asyncio.get_running_loop().create_future()
         try:
             [head] = await self._supervisor.running()
-            pid = await head.call(StartProcess(node.offer, key, spec, seat))
+            pid = await head.call(StartProcess(node.offer, key, spec, place))
             async with asyncio.timeout(HANDSHAKE_S):
                 connection = await expected
         except BaseException as error:

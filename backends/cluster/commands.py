@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tinker_server.backends.cluster.offer import Invitation, Offer
 from tinker_server.backends.model_spec import ModelSpec
-from tinker_server.backends.processes.launcher import Seat
+from tinker_server.backends.processes.launcher import Place
 from tinker_server.backends.processes.rpc import Command
 
 
@@ -27,15 +27,14 @@ class UseRay(Command[None]):
 
 @dataclass(frozen=True)
 class StartProcess(Command[int]):
-    """Have a machine start the process of an engine or of a trainer's rank, which is then at the other end of a
-    connection that the machine has opened to our port; return the process' number there."""
+    """Have a machine start a process of a model, which is then at the other end of a connection that the machine has
+    opened to our port; return the process' number there."""
 
     offer: Offer
     key: str
     """What the connection asks with."""
     spec: ModelSpec
-    seat: Seat | None
-    """A rank's; None: an engine."""
+    place: Place
 
 
 @dataclass(frozen=True)

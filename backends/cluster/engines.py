@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
+from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Node, StartThere
 from tinker_server.backends.cluster.offer import Offer
 from tinker_server.backends.config import BackendConfig
@@ -27,7 +27,6 @@ def require_possible(config: BackendConfig) -> None:
             "replay_routing",
             "the trainer reads the routing that engines record from its own disk",
         ),
-        (config.base_copies == 1, "base_copies", "1 shares memory with a trainer, and other machines have none"),
         (config.gpu_memory_bytes is not None, "gpu_memory_bytes", "GPUs of other machines are planned as a whole"),
     ):
         if is_set:
@@ -37,8 +36,9 @@ def require_possible(config: BackendConfig) -> None:
 class RemoteEngines:
     """`client.Use`: the pools of the models, by public name, and what other machines add to them."""
 
-    def __init__(self, pools: Mapping[str, tuple[ModelSpec, SamplerPool]]) -> None:
-        self._pools = pools
+    def __init__(self, pools: Mapping[str, tuple[ModelSpec, SamplerPool]], bases: RemoteBases) -> None:
+        """`bases` are those of the same machines."""
+        self._pools, self._bases = pools, bases
         self._engines: dict[Node, list[tuple[SamplerPool, EngineClient]]] = {}
 
     def check(self, offer: Offer) -> None:
@@ -83,11 +83,13 @@ class RemoteEngines:
         """Implement the protocol."""
         engines = self._engines[node] = []
         sending: Sending = {}  # shared on the machine: each adapter travels once to all of its engines
-        for name, directory in node.offer.models.items():
-            spec, pool = self._pools[name]
-            for gpus in gpus_of_engines(spec, node.offer):
-                describe = partial(make_engine_spec, spec, node.offer, directory, gpus)
-                engines.append((pool, pool.attach(describe, start, sending)))
+        for name in node.offer.models:
+            _, pool = self._pools[name]
+            base = self._bases.of(node, name)
+            start_engine = base.wrap_start(start, they_wait=True)
+            for gpus in base.spec.placement.engines:
+                describe = partial(make_engine_spec, base.spec, node.offer, gpus)
+                engines.append((pool, pool.attach(describe, start_engine, sending)))
 
     def are_ready(self, node: Node) -> bool:
         """Return whether all engines of a machine live, and have their memory."""
@@ -98,22 +100,12 @@ class RemoteEngines:
         await asyncio.gather(*(pool.detach(engine) for pool, engine in self._engines.pop(node)))
 
 
-def gpus_of_engines(spec: ModelSpec, offer: Offer) -> list[tuple[int, ...]]:
-    """Return the GPUs of each engine of a model on a machine: as many engines as it has GPUs for; on the CPU 1."""
-    if spec.device == "cpu":
-        return [()]
-    num, count = spec.tensor_parallel, len(offer.gpu_bytes)
-    return [tuple(range(first, first + num)) for first in range(0, count - num + 1, num)]
-
-
-def make_engine_spec(spec: ModelSpec, offer: Offer, directory: str, gpus: tuple[int, ...], number: int) -> ModelSpec:
-    """Return the spec of an engine as its machine needs it."""
+def make_engine_spec(spec: ModelSpec, offer: Offer, gpus: tuple[int, ...], number: int) -> ModelSpec:
+    """Return the spec of an engine, given that of its model on the machine."""
     return replace(
         spec,
-        directory=directory,
         placement=replace(spec.placement, engines=(gpus,)),
         scratch_dir=offer.scratch_dir(number),
-        compiled_dir=None if spec.compiled_dir is None else Path(offer.data_dir) / "compiled",
         engine=number,
         received_dir=offer.received_dir,
     )

@@ -5,6 +5,8 @@ import asyncio
 import logging
 import math
 import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -51,6 +53,13 @@ async def join(own: Offer) -> None:
     Raises BackendFailed where it is refused, or Unreachable if no server answers for WAIT_S before it was there at all.
     """
     require_ray()
+    try:
+        await _join(own)
+    finally:
+        shutil.rmtree(own.base_dir, ignore_errors=True)
+
+
+async def _join(own: Offer) -> None:
     has_joined, token = False, read_token(Path(own.token_file))
     while True:
         offer = replace(own, ray_label=secrets.token_hex(8))
@@ -113,6 +122,7 @@ def _offer(name: str, server: str, token_file: Path, data_dir: Path, directories
         fingerprints={model: fingerprint(directory) for model, directory in directories.items()},
         gpu_bytes=tuple(gpu.total_bytes for gpu in all_gpus()),
         environment=read_environment(),
+        base_dir=tempfile.mkdtemp(prefix="tinker-base-"),
     )
 
 

@@ -2,6 +2,7 @@
 Imports no Ray."""
 
 import asyncio
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ class Member:
             return await await_leave(connection)
         finally:
             connection.close()
+            await asyncio.to_thread(shutil.rmtree, offer.base_dir, ignore_errors=True)
 
 
 def _write_token(data_dir: Path, token: str) -> Path:

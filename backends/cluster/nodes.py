@@ -37,7 +37,7 @@ class Agents:
     async def start(self, command: StartProcess) -> int:
         """Start a process on a machine. Raises BackendFailed."""
         async with self._agent(command.offer) as agent:
-            return int(await agent.start.remote(command.key, command.spec, command.seat))
+            return int(await agent.start.remote(command.key, command.spec, command.place))
 
     async def end(self, command: EndProcess) -> None:
         """End a process on a machine. Raises BackendFailed."""

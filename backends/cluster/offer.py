@@ -28,6 +28,8 @@ class Offer:
     ray_label: str = ""
     """By which Ray knows it, this time: for a while it takes a machine that is lost for one that lives. In a cluster
     that exists, Ray's own number of the node."""
+    base_dir: str = ""
+    """A directory of this machine's user alone, with a short path, for the sockets of what holds its models' bases."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""

@@ -3,16 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
+from tinker_server.backends.cluster.bases import RemoteBases, gpus_of_engines
 from tinker_server.backends.cluster.client import Node, StartThere
-from tinker_server.backends.cluster.engines import SAME_GPU, RemoteEngines, gpus_of_engines
+from tinker_server.backends.cluster.engines import SAME_GPU, RemoteEngines
 from tinker_server.backends.cluster.offer import Offer
 from tinker_server.backends.configure.gpus import smallest_gpu
 from tinker_server.backends.model_spec import ModelSpec
-from tinker_server.backends.processes.launcher import Seat
-from tinker_server.backends.processes.rpc import Child
 from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.backends.trainer.replicas import Replica
 
@@ -24,10 +22,15 @@ class RemoteReplicas:
     """`client.Use`: the trainers of the models, by public name, and the ranks that other machines have of them."""
 
     def __init__(
-        self, host: str, trainers: Mapping[str, tuple[ModelSpec, TrainerClient]], engines: RemoteEngines
+        self,
+        host: str,
+        trainers: Mapping[str, tuple[ModelSpec, TrainerClient]],
+        bases: RemoteBases,
+        engines: RemoteEngines,
     ) -> None:
-        """`host` is this machine's address, at which ranks meet; `engines` are those of the same machines."""
-        self._host = host
+        """`host` is this machine's address, at which ranks meet; `bases` and `engines` are those of the same
+        machines."""
+        self._host, self._bases = host, bases
         self._trainers = trainers
         self._engines = engines
         self._attaching: dict[Node, asyncio.Task[None]] = {}
@@ -40,14 +43,16 @@ class RemoteReplicas:
         """Implement the protocol. The ranks start after the machine's engines: a trainer that starts again is a pause
         for its clients, and one is enough."""
         found: dict[TrainerClient, Replica] = {}
-        for name, directory in node.offer.models.items():
+        for name in node.offer.models:
             spec, trainer = self._trainers[name]
             if trainer in found:  # under another name
                 continue
             if obstacle := self.obstacle(spec, node.offer):
                 log.warning("%s has no ranks of the trainer of %s: %s", node.offer.name, name, obstacle)
                 continue
-            found[trainer] = self._replica(spec, directory, node.offer, start)
+            base = self._bases.of(node, name)
+            start_rank = base.wrap_start(partial(start, base.spec))
+            found[trainer] = Replica(node.offer.name, base.spec, start_rank, self._host)
         self._attached[node] = []
         self._attaching[node] = asyncio.create_task(self._attach(node, found), name=f"ranks on {node.offer.name}")
 
@@ -62,15 +67,6 @@ class RemoteReplicas:
         for trainer, replica in replicas.items():
             self._attached[node].append((trainer, replica))
             trainer.attach(replica)
-
-    def _replica(self, spec: ModelSpec, directory: str, offer: Offer, start: StartThere) -> Replica:
-        compiled_dir = None if spec.compiled_dir is None else Path(offer.data_dir) / "compiled"
-        there = replace(spec, directory=directory, compiled_dir=compiled_dir)
-
-        async def start_rank(seat: Seat) -> list[Child]:
-            return await start(there, seat)
-
-        return Replica(offer.name, there, start_rank, self._host)
 
     def obstacle(self, spec: ModelSpec, offer: Offer) -> str | None:
         """Say why a machine cannot hold a model's ranks beside its engines, on the GPUs of the same numbers as here."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from tinker_server.api_schemas.sampling import SampleRequest
 from tinker_server.backends import tasks
 from tinker_server.backends.base_weights.client import BaseWeights
+from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Address, Cluster, ExistingRay
 from tinker_server.backends.cluster.engines import RemoteEngines, require_possible
 from tinker_server.backends.cluster.replicas import RemoteReplicas
@@ -152,13 +153,15 @@ class LocalBackend:
     def _make_cluster(self) -> Cluster:
         config, models = self._config, self._models
         host = config.cluster_address or local_address()
-        engines = RemoteEngines({name: (model.spec, model.sampler) for name, model in models.items()})
-        replicas = RemoteReplicas(host, {name: (model.spec, model.trainer) for name, model in models.items()}, engines)
+        bases = RemoteBases({name: model.spec for name, model in models.items()})
+        engines = RemoteEngines({name: (model.spec, model.sampler) for name, model in models.items()}, bases)
+        trainers = {name: (model.spec, model.trainer) for name, model in models.items()}
+        replicas = RemoteReplicas(host, trainers, bases, engines)
         directories = {name: model.spec.directory for name, model in models.items()}
         ray = config.cluster_ray_address
         existing = None if ray is None else ExistingRay(ray, config.scratch_dir.absolute() / "nodes")
         address = Address(host, config.cluster_port)
-        return Cluster(address, config.cluster_token_file, [engines, replicas], directories, existing)
+        return Cluster(address, config.cluster_token_file, [bases, engines, replicas], directories, existing)
 
     def _distinct_models(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""

@@ -47,6 +47,16 @@ class Seat:
     """Port at which rank 0 listens."""
 
 
+@dataclass(frozen=True)
+class Holding:
+    """The place of a process that holds a base's weights."""
+
+    gpu: int | None
+    """None on the CPU."""
+
+
+Place = Seat | Holding | None
+"""The place of a model's process on another machine; None: an engine's."""
 StartRank = Callable[[Seat], Awaitable[list[Child]]]
 """Starts a rank of a trainer on another machine."""
 
@@ -65,6 +75,7 @@ NO_OTHERS = Others()
 StartRanks = Callable[[ModelSpec, Others], Awaitable[list[Child]]]
 """As StartWorkers, for a trainer with ranks on other machines too."""
 _RANK, _SAMPLER = "tinker_server.backends.trainer.process", "tinker_server.backends.sampler.engine.process"
+_HOLDER = "tinker_server.backends.sampler.engine.weight_holder"
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of collectives, with what stands before its whole name."""
 _SIOCGIFADDR = 0x8915
@@ -238,7 +249,7 @@ async def launch_trainer(spec: ModelSpec, others: Others = NO_OTHERS) -> list[Ch
 
         by_machine = [start for start in (launch_rank, *others.starts) for _ in range(spec.mesh.size)]
         started = (start(seat) for start, seat in zip(by_machine, seats, strict=True))
-        return await _all_or_none(started)
+        return await start_all(started)
 
 
 def _for_rank(spec: ModelSpec, seat: Seat) -> dict[str, str]:
@@ -286,15 +297,25 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
     return [await launch(sampler_name(spec), _SAMPLER, env, folder=env[_VLLM_SOCKETS])]
 
 
-async def launch_at(connection: socket.socket, spec: ModelSpec, seat: Seat | None) -> Guarded:
-    """Start the process of an engine, or with a seat of a rank, for a server on another machine, at the other end of
-    a connection. That is shut down when the process has ended."""
-    if seat is not None:
-        return await _start_module(rank_name(spec, seat), _RANK, _for_rank(spec, seat), [connection.fileno()])
+async def launch_at(connection: socket.socket, spec: ModelSpec, place: Place) -> Guarded:
+    """Start a process of a model for a server on another machine, at the other end of a connection. That is shut down
+    when the process has ended."""
+    name, fds = process_name(spec, place), [connection.fileno()]
+    if isinstance(place, Seat):
+        return await _start_module(name, _RANK, _for_rank(spec, place), fds)
+    if isinstance(place, Holding):
+        return await _start_module(name, _HOLDER, _for_holder(spec, place.gpu), fds)
     env = _for_engine(spec)
-    guarded = await _start_module(sampler_name(spec), _SAMPLER, env, [connection.fileno()])
+    guarded = await _start_module(name, _SAMPLER, env, fds)
     guarded.folder = env[_VLLM_SOCKETS]
     return guarded
+
+
+def process_name(spec: ModelSpec, place: Place) -> str:
+    """Return the name of a model's process."""
+    if isinstance(place, Seat):
+        return rank_name(spec, place)
+    return holder_name(spec, place.gpu) if isinstance(place, Holding) else sampler_name(spec)
 
 
 def sampler_name(spec: ModelSpec) -> str:
@@ -306,18 +327,17 @@ async def launch_holders(spec: ModelSpec) -> list[Child]:
     """Start a process for each GPU of a model, in the order of `spec.base_gpus`, to hold its weights there."""
 
     async def launch_holder(gpu: int | None) -> list[Child]:
-        number = "" if gpu is None else f" GPU {gpu}"
-        env = _for_vllm(spec, () if gpu is None else (gpu,))
-        # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
-        return [
-            await launch(f"weights {spec.name}{number}", "tinker_server.backends.sampler.engine.weight_holder", env)
-        ]
+        return [await launch(holder_name(spec, gpu), _HOLDER, _for_holder(spec, gpu))]
 
-    return await _all_or_none(map(launch_holder, spec.base_gpus))
+    return await start_all(map(launch_holder, spec.base_gpus))
 
 
-async def _all_or_none(launches: Iterable[Awaitable[list[Child]]]) -> list[Child]:
+def holder_name(spec: ModelSpec, gpu: int | None) -> str:
+    """Return the name of the process that holds a base's weights on a GPU."""
+    return f"weights {spec.name}" + ("" if gpu is None else f" GPU {gpu}")
+
+
+async def start_all(launches: Iterable[Awaitable[list[Child]]]) -> list[Child]:
     """Await the launches in order; if any fails, end those before."""
     children: list[Child] = []
     try:
@@ -332,6 +352,14 @@ async def _all_or_none(launches: Iterable[Awaitable[list[Child]]]) -> list[Child
 def _for_engine(spec: ModelSpec) -> dict[str, str]:
     sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
     return {_VLLM_SOCKETS: sockets, **_for_vllm(spec, spec.placement.engines[0])}
+
+
+def _for_holder(spec: ModelSpec, gpu: int | None) -> dict[str, str]:
+    # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
+    return {
+        **_for_vllm(spec, () if gpu is None else (gpu,)),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+    }
 
 
 def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from tests.factories import present, prompt, words
 from tests.models import make_tiny_vl
 from tests.sampling import ADJACENT, ATOL, RANKS, Reference, request, sample, sampler_config, scoring
 from tests.servers import MODEL
+from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Cluster
 from tinker_server.backends.cluster.engines import RemoteEngines
 from tinker_server.backends.cluster.lines import LOG
@@ -56,7 +57,9 @@ async def running(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     pool = SamplerPool(spec, fork_sampler, may_grow=True)
     await pool.start()
     try:
-        async with started(directory, RemoteEngines({MODEL: (spec, pool)}), models={MODEL: str(tiny_vl)}) as cluster:
+        bases = RemoteBases({MODEL: spec})
+        engines = RemoteEngines({MODEL: (spec, pool)}, bases)
+        async with started(directory, bases, engines, models={MODEL: str(tiny_vl)}) as cluster:
             yield Running(cluster, pool, directory)
     finally:
         await pool.stop()

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import tinker.types as types
@@ -17,10 +19,11 @@ import tinker.types as types
 from tests.cluster.machines import Machine, free_port, rays, until
 from tests.factories import image, prompt, words
 from tests.servers import KEY, MODEL, Server, sdk_input
-from tests.training import batch, step
+from tests.training import batch, logprobs_of, step
 from tinker_server.backends.inputs.rendering import Renderer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+HOLDER = "tinker_server.backends.sampler.engine.weight_holder"
 ENGINE, RANK = f"sampler {MODEL} engine 1 on a", f"trainer {MODEL} rank 1 on a"
 
 
@@ -96,3 +99,54 @@ async def test_a_machine_samples_and_trains_for_a_server_and_comes_back_to_it_af
         assert code == 130 and token not in said + server.log.read_text()
         assert gauges(server, "tinker_node_up", "node") == {}
         assert await asyncio.to_thread(server.stop) == 0
+
+
+def holders(server: Server) -> dict[bool, list[psutil.Process]]:
+    """What holds a base, by whether it is the server's own."""
+    found: dict[bool, list[psutil.Process]] = {True: [], False: []}
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] and process.info["cmdline"][1:3] == ["-m", HOLDER]:  # a guard's command has it, too
+            found[server.process.pid in (parent.pid for parent in process.parents())].append(process)
+    return found
+
+
+def base_directories(temporary: str) -> list[Path]:
+    return list(Path(temporary).glob("tinker-base-*"))
+
+
+async def test_a_machines_engine_and_rank_share_a_copy_of_the_base_and_survive_what_holds_it(
+    tiny_vl: Path, renderer: Renderer, temporary: str, tmp_path: Path
+) -> None:
+    port, data = free_port(), tmp_path / "data"
+    arguments = ["--cluster", "--cluster-address", "127.0.0.1", "--cluster-port", str(port), "--base-copies", "1"]
+    server = await asyncio.to_thread(Server(data, {MODEL: tiny_vl}, *arguments).start)
+    training, sampling = await asyncio.to_thread(trained, server, renderer)
+    alone = await asyncio.to_thread(drawn, sampling)
+    data_of_all = [item for seed in (1, 2) for item in batch(renderer, seed)]
+    scored = await asyncio.to_thread(logprobs_of, training, data_of_all)
+    machine = await Machine(f"127.0.0.1:{port}", data / "cluster-token", "a", tiny_vl).start()
+
+    def restarts() -> list[float]:
+        found = gauges(server, "tinker_process_restarts_total", "process")
+        return [found.get(process, 0) for process in (ENGINE, RANK)]
+
+    async def until_both_are_right() -> None:
+        up = partial(gauges, server, "tinker_process_up", "process")
+        await until(lambda: up().get(ENGINE) == 1 and up().get(RANK) == 1)
+        assert await asyncio.to_thread(drawn, sampling) == alone
+        for got, wanted in zip(await asyncio.to_thread(logprobs_of, training, data_of_all), scored, strict=True):
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+    async with AsyncExitStack() as leaving:
+        leaving.push_async_callback(machine.stop)
+        await until_both_are_right()
+        before, [held] = restarts(), holders(server)[False]
+        held.kill()
+        await until(lambda: all(now > then for now, then in zip(restarts(), before, strict=True)))
+        await until_both_are_right()
+        assert [one.pid for one in holders(server)[False]] != [held.pid]
+        code, said = await machine.stop()
+        assert code == 130, said
+        await until(lambda: not holders(server)[False])
+        assert await asyncio.to_thread(server.stop) == 0
+    assert not base_directories(temporary)

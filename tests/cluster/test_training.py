@@ -20,6 +20,7 @@ from tests.recovery import RealTrainer, create, finished, forward_backward, logp
 from tests.servers import MODEL
 from tests.submitting import Client
 from tests.trainers import assert_same
+from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Cluster
 from tinker_server.backends.cluster.engines import RemoteEngines
 from tinker_server.backends.cluster.replicas import RemoteReplicas
@@ -114,8 +115,9 @@ class Running:
 async def training(model: Path, directory: Path) -> AsyncIterator[Running]:
     backend = RealTrainer(model)
     spec = replace(backend.trainer._spec, name=MODEL)
-    replicas = RemoteReplicas("127.0.0.1", {MODEL: (spec, backend.trainer)}, RemoteEngines({}))
-    async with server(directory / "data", backend) as client, started(directory, replicas) as cluster:
+    bases = RemoteBases({MODEL: spec})
+    replicas = RemoteReplicas("127.0.0.1", {MODEL: (spec, backend.trainer)}, bases, RemoteEngines({}, bases))
+    async with server(directory / "data", backend) as client, started(directory, bases, replicas) as cluster:
         await create(client)
         yield Running(client, backend, cluster, model)
 

@@ -222,7 +222,7 @@ WINGS: dict[str, tuple[tuple[str, ...], int]] = {
         ),
         2,
     ),
-    "one copy of the base": (("backends.base_weights",), 3),
+    "one copy of the base": (("backends.base_weights",), 4),
     "owners' records": (
         (
             "tinker_server.store.audit",

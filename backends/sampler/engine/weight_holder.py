@@ -50,6 +50,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     def __init__(self, spec: ModelSpec, gpu: int | None) -> None:
         self._socket = spec.base_socket(gpu)
+        self._socket.parent.mkdir(mode=0o700, exist_ok=True)
         self._spec = spec = with_own_links(spec, self._socket.with_suffix(".files"))
         self._views: dict[str, View] = {}
         self._shared: dict[int, SharedTensor] = {}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.specs import tiny_spec
-from tinker_server.backends.cluster.engines import RemoteEngines, gpus_of_engines, make_engine_spec, require_possible
+from tinker_server.backends.cluster.bases import RemoteBases, gpus_of_engines
+from tinker_server.backends.cluster.engines import RemoteEngines, make_engine_spec, require_possible
 from tinker_server.backends.cluster.offer import Offer
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.model_spec import ModelSpec, Placement
@@ -33,14 +34,13 @@ def offer(*gpu_gib: int, name: str = "a/b", fingerprint: str = "f" * 64) -> Offe
 
 def served(**changes: Any) -> tuple[RemoteEngines, ModelSpec]:
     spec = replace(tiny_spec(Path("/here")), name="a/b", fingerprint="f" * 64, **changes)
-    return RemoteEngines({"a/b": (spec, SamplerPool(spec, may_grow=True))}), spec
+    return RemoteEngines({"a/b": (spec, SamplerPool(spec, may_grow=True))}, RemoteBases({"a/b": spec})), spec
 
 
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
         ({"replay_routing": True}, "replay_routing"),
-        ({"base_copies": 1}, "base_copies"),
         ({"gpu_memory_bytes": GIB}, "gpu_memory_bytes"),
     ],
 )
@@ -76,7 +76,7 @@ def test_models_whose_engines_do_not_fit_on_a_gpu_together_are_refused(monkeypat
         placement = Placement(engines=((0,),), sampler_fraction=0.6)
         spec = replace(tiny_spec(Path("/here")), name=name, fingerprint="f" * 64, device="cuda", placement=placement)
         pools[name] = (spec, SamplerPool(spec, may_grow=True))
-    engines, of_all = RemoteEngines(pools), dict.fromkeys(pools, "f" * 64)
+    engines, of_all = RemoteEngines(pools, RemoteBases({})), dict.fromkeys(pools, "f" * 64)
     engines.check(replace(offer(80), models={"a/b": "/models/b", "alias": "/models/b"}, fingerprints=of_all))
     with pytest.raises(BackendFailed, match=r"the engines of a/b, c need 1.20 of each GPU together"):
         both = {"a/b": "/models/b", "c": "/models/c"}
@@ -94,7 +94,9 @@ def test_a_machine_gets_as_many_engines_as_it_has_gpus_for() -> None:
 
 def test_an_engine_there_knows_its_machines_paths_and_numbers() -> None:
     _, spec = served(device="cuda", compiled_dir=Path("/here/compiled"))
-    there = make_engine_spec(spec, offer(80, 80), "/models/b", (1,), 7)
+    of_model = RemoteBases({"a/b": spec}).describe("a/b", 0, offer(80, 80))
+    assert of_model.placement.engines == ((0,), (1,)) and of_model.base_dir is None
+    there = make_engine_spec(of_model, offer(80, 80), (1,), 7)
     assert (there.directory, there.engine, there.placement.engines) == ("/models/b", 7, ((1,),))
     assert there.scratch_dir == Path("/data/engine-7") and there.compiled_dir == Path("/data/compiled")
     assert there.received_dir == Path("/data/received") and spec.received_dir is None

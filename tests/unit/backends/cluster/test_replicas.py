@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.specs import tiny_spec
+from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.engines import RemoteEngines
 from tinker_server.backends.cluster.offer import Offer
 from tinker_server.backends.cluster.replicas import RemoteReplicas
@@ -27,8 +28,8 @@ def offer(*gpu_gib: int, models: tuple[str, ...] = ("a/b",)) -> Offer:
 def obstacle(placement: Placement, given: Offer, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> str | None:
     spec: ModelSpec = replace(tiny_spec(Path("/here")), device=device, placement=placement, mesh=Mesh(shard=2))  # type: ignore[arg-type]
     monkeypatch.setattr("tinker_server.backends.cluster.replicas.smallest_gpu", lambda gpus: 80 * GIB)
-    trainers = {name: (spec, TrainerClient(spec)) for name in ("a/b", "c")}
-    return RemoteReplicas("10.0.0.1", trainers, RemoteEngines({})).obstacle(spec, given)
+    trainers, bases = {name: (spec, TrainerClient(spec)) for name in ("a/b", "c")}, RemoteBases({})
+    return RemoteReplicas("10.0.0.1", trainers, bases, RemoteEngines({}, bases)).obstacle(spec, given)
 
 
 def test_a_machine_holds_the_ranks_if_it_has_their_gpus_and_room_beside_its_engines(
