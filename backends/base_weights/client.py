@@ -73,10 +73,15 @@ class BaseWeights:
         return self._supervisor.processes()
 
     def wrap_start(
-        self, start_workers: Callable[P, Awaitable[list[Child]]], *, they_wait: bool = False
+        self,
+        start_workers: Callable[P, Awaitable[list[Child]]],
+        *,
+        they_wait: bool = False,
+        patience_s: float | None = None,
     ) -> Callable[P, Awaitable[list[Child]]]:
         """Return `start_workers` for processes that map the weights, and end with the holders. Either `they_wait` for
-        the holders themselves, or they import beside them and do no more before the holders are there."""
+        the holders themselves, or they import beside them and do no more before the holders are there; it raises
+        BackendFailed if they are not for `patience_s`."""
         if not self._is_held:
             return start_workers
 
@@ -86,9 +91,12 @@ class BaseWeights:
             async with tasks.running([self._running()]) as [holders]:
                 children = await start_workers(*args, **kwargs)
                 try:
-                    await holders
-                except BaseException:
+                    async with asyncio.timeout(patience_s):
+                        await holders
+                except BaseException as error:
                     await asyncio.gather(*(child.stop(GRACE_S) for child in children))
+                    if isinstance(error, TimeoutError):
+                        raise BackendFailed(f"{self.spec.name}: no weights are held after {patience_s} s") from None
                     raise
             return self._with_users(children)
 

@@ -16,6 +16,8 @@ from tinker_server.backends.trainer.replicas import Replica
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.5
+_BASE_S = 120.0
+"""Longest wait of a trainer's start for a base that is read again on another machine: it then starts without it."""
 
 
 class RemoteReplicas:
@@ -51,7 +53,7 @@ class RemoteReplicas:
                 log.warning("%s has no ranks of the trainer of %s: %s", node.offer.name, name, obstacle)
                 continue
             base = self._bases.of(node, name)
-            start_rank = base.wrap_start(partial(start, base.spec))
+            start_rank = base.wrap_start(partial(start, base.spec), patience_s=_BASE_S)
             found[trainer] = Replica(node.offer.name, base.spec, start_rank, self._host)
         self._attached[node] = []
         self._attaching[node] = asyncio.create_task(self._attach(node, found), name=f"ranks on {node.offer.name}")
