@@ -33,12 +33,15 @@ class BaseWeights:
         """Make a directory for the sockets, if the spec has none."""
         self.spec = spec
         """The model's, with the directory in which it is held."""
-        self._is_held, self._is_own = spec.base_copies == 1, spec.base_dir is None
+        self._is_held = spec.base_copies == 1
+        self._own_dir: Path | None = None
+        """The directory, if it was made here."""
         self._users: list[Child] = []
         """Processes that have mapped the weights, or will."""
         self._started = asyncio.Event()
-        if self._is_held and self._is_own:  # mkdtemp's directories are the user's alone
-            self.spec = replace(spec, base_dir=Path(tempfile.mkdtemp(prefix="tinker-base-")))
+        if self._is_held and spec.base_dir is None:  # mkdtemp's directories are the user's alone
+            self._own_dir = Path(tempfile.mkdtemp(prefix="tinker-base-"))
+            self.spec = replace(spec, base_dir=self._own_dir)
         self._supervisor = Supervisor(
             f"{spec.name}: what holds its weights",
             partial(self._start, start_workers),
@@ -64,9 +67,8 @@ class BaseWeights:
     async def stop(self) -> None:
         """End the holders, after all that map their weights."""
         await self._supervisor.stop()
-        if self._is_held and self._is_own:
-            assert self.spec.base_dir is not None
-            await asyncio.to_thread(shutil.rmtree, self.spec.base_dir, ignore_errors=True)
+        if self._own_dir is not None:
+            await asyncio.to_thread(shutil.rmtree, self._own_dir, ignore_errors=True)
 
     def processes(self) -> list[ProcessState]:
         """Return the states of the holders that were started last."""

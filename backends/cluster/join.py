@@ -5,7 +5,6 @@ import asyncio
 import logging
 import math
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -53,10 +52,8 @@ async def join(own: Offer) -> None:
     Raises BackendFailed where it is refused, or Unreachable if no server answers for WAIT_S before it was there at all.
     """
     require_ray()
-    try:
-        await _join(own)
-    finally:
-        shutil.rmtree(own.base_dir, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="tinker-base-", ignore_cleanup_errors=True) as base_dir:
+        await _join(replace(own, base_dir=base_dir))
 
 
 async def _join(own: Offer) -> None:
@@ -122,7 +119,6 @@ def _offer(name: str, server: str, token_file: Path, data_dir: Path, directories
         fingerprints={model: fingerprint(directory) for model, directory in directories.items()},
         gpu_bytes=tuple(gpu.total_bytes for gpu in all_gpus()),
         environment=read_environment(),
-        base_dir=tempfile.mkdtemp(prefix="tinker-base-"),
     )
 
 

@@ -2,7 +2,7 @@
 Imports no Ray."""
 
 import asyncio
-import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +29,13 @@ class Member:
         token_file = await asyncio.to_thread(_write_token, data_dir, asked.token)
         offer = await offer_of(self._name, asked.server, token_file, data_dir, _sources(asked.models))
         offer = replace(offer, ray_label=self._node, environment=parents_environment())
-        connection = await connect(asked.server, asked.token, ask="node", versions=versions(), offer=offer.as_json())
-        try:
-            return await await_leave(connection)
-        finally:
-            connection.close()
-            await asyncio.to_thread(shutil.rmtree, offer.base_dir, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="tinker-base-", ignore_cleanup_errors=True) as base_dir:
+            said = replace(offer, base_dir=base_dir).as_json()
+            connection = await connect(asked.server, asked.token, ask="node", versions=versions(), offer=said)
+            try:
+                return await await_leave(connection)
+            finally:
+                connection.close()
 
 
 def _write_token(data_dir: Path, token: str) -> Path:
