@@ -36,12 +36,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import RANK, peak_flops
 from benchmarks.handover import saves
-from benchmarks.shapes import SHAPES, Precision, Shape, make_model
+from benchmarks.shapes import SHAPES, Shape, make_model
 from tests.factories import present
 from tests.models import make_tiny_vl
 from tests.servers import Server
 from tests.training import rl_datum
 from tinker_server.backends.configure.gpus import all_gpus
+from tinker_server.backends.model_spec import BasePrecision
 
 NAME = "bench/model"
 GROUP_SIZE, PROMPT, COMPLETION = 4, 64, 256
@@ -124,7 +125,7 @@ def print_log(server: Server) -> None:
     print(*(line for line in server.log.read_text().splitlines() if _TOLD.search(line)), sep="\n", flush=True)
 
 
-def prepare(model: Path, shape: Shape, precision: Precision | None = None) -> tuple[str, float]:
+def prepare(model: Path, shape: Shape, precision: BasePrecision | None = None) -> tuple[str, float]:
     """Make the weights if they are not there. Return the GPU's name, and its rate of products."""
     if not (model / "config.json").exists():
         make_model(model, shape, precision=precision)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +23,7 @@ from tests.models import make_tiny_gpt_oss, make_tiny_of, make_tiny_qwen3_5, mak
 from tests.published import COOKBOOK, OTHERS, Config
 from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE
+from tinker_server.backends.model_spec import BasePrecision
 
 CONTEXT = 262144
 _TINY: dict[str, Callable[[Path], Path]] = {
@@ -42,7 +43,6 @@ _SECTIONS = {
     "qwen3_5_moe": [11, 11, 10],
 }
 """Pairs of a head that are rotated by time, height and width."""
-Precision = Literal["fp8", "mxfp4"]
 _STORED = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
@@ -132,7 +132,7 @@ SHAPES = {
 }
 
 
-def make_model(directory: Path, shape: Shape, *, precision: Precision | None = None) -> Path:
+def make_model(directory: Path, shape: Shape, *, precision: BasePrecision | None = None) -> Path:
     """Make random weights on a GPU, in bfloat16, and write them with the tiny model's tokenizer and processor.
 
     `precision`: that of the linears of a dense decoder (fp8, by blocks), or of gpt-oss's experts (MXFP4). These, and
@@ -170,7 +170,7 @@ def _inputs(parameter: Tensor) -> int:
     return parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
 
 
-def _write_layers(directory: Path, config: PretrainedConfig, precision: Precision | None) -> Path:
+def _write_layers(directory: Path, config: PretrainedConfig, precision: BasePrecision | None) -> Path:
     with torch.device("meta"):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
     model.config.save_pretrained(directory)
@@ -195,7 +195,7 @@ def _write_layers(directory: Path, config: PretrainedConfig, precision: Precisio
     return directory
 
 
-def _random(name: str, parameter: nn.Parameter, precision: Precision | None) -> dict[str, Tensor]:
+def _random(name: str, parameter: nn.Parameter, precision: BasePrecision | None) -> dict[str, Tensor]:
     """Return what a file has of a random parameter."""
     if parameter.dim() == 1:
         return {name: torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.bfloat16)}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.shapes import SHAPES, Precision, make_model
+from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, make_renderer, present, prompt, words
 from tests.gpu.agreement import assert_close, scoring_datum
 from tests.gpu.parts import Parts, used_bytes
@@ -24,10 +24,10 @@ from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models
 from tinker_server.backends.configure.memory_plan import GIB, Machine
 from tinker_server.backends.inputs.rendering import Renderer
-from tinker_server.backends.model_spec import Placement
+from tinker_server.backends.model_spec import BasePrecision, Placement
 
 pytestmark = pytest.mark.gpu
-CASES: dict[str, tuple[str, float, dict[str, Any], Precision | None]] = {
+CASES: dict[str, tuple[str, float, dict[str, Any], BasePrecision | None]] = {
     "Qwen3-VL-4B": ("4b", 23.5, {}, None),
     "Qwen3.5-4B": ("qwen3.5-4b", 23.5, {}, None),
     "Qwen3-8B in fp8": ("8b-text", 23.5, {"base_precision": "fp8", "max_context_length": 4096}, "fp8"),
