@@ -62,7 +62,7 @@ IN_MXFP4 = {"openai/gpt-oss-20b": "gpt-oss-20b, text, experts", "openai/gpt-oss-
 MXFP4_HEAD = """
 ## gpt-oss in MXFP4
 With `--base-precision mxfp4`, the experts of gpt-oss stay as they are in its files, in one copy for trainer and engine.
-The rows of the table below are for the default, which dequantises them to four times the size.
+The table of the cookbook's models is for the default, which dequantises them to four times the size.
 
 """
 COOKBOOK_HEAD = """
