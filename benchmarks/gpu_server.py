@@ -39,7 +39,7 @@ from benchmarks.handover import saves
 from benchmarks.shapes import SHAPES, Shape, make_model
 from tests.factories import present
 from tests.models import make_tiny_vl
-from tests.servers import Server
+from tests.servers import Server, runs
 from tests.training import rl_datum
 from tinker_server.backends.configure.gpus import all_gpus
 from tinker_server.backends.model_spec import BasePrecision
@@ -47,7 +47,7 @@ from tinker_server.backends.model_spec import BasePrecision
 NAME = "bench/model"
 GROUP_SIZE, PROMPT, COMPLETION = 4, 64, 256
 IN_FLIGHT = 4
-_TOLD = re.compile(r"GiB|compil|captured|reads weights|ready after|starts, |is back")
+_TOLD = re.compile(r"GiB|compil|captured|imported the|reads weights|ready after|starts, |is back")
 STEP = types.AdamParams(learning_rate=1e-4)
 Figures = dict[str, float]
 """Figures by their names, which end with their unit."""
@@ -292,7 +292,7 @@ def recover(server: Server, training: tinker.TrainingClient) -> Figures:
     ):
         before = scores()
         children = psutil.Process(server.process.pid).children(recursive=True)
-        victim = next(child for child in children if child.cmdline()[1:3] == ["-m", f"tinker_server.backends.{module}"])
+        victim = next(child for child in children if runs(child, f"tinker_server.backends.{module}"))
         began = time.perf_counter()
         victim.kill()
         worst = np.abs(np.subtract(before, scores())).max()

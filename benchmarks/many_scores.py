@@ -47,7 +47,7 @@ class Memory:
         self._thread.join()
         for process, first, most in zip(self._processes, self._first, self._most, strict=True):
             if most > 100 * MIB:
-                name = " ".join(process.cmdline()[1:4])
+                name = " ".join(" ".join(process.cmdline()).split()[1:4])
                 print(f"{name:<40}{first / MIB:>8.0f} MiB before, {most / MIB:.0f} at most", flush=True)
 
     def _held(self) -> list[int]:

@@ -34,7 +34,7 @@ Values = dict[tuple[str, str], float]
 
 def role(process: psutil.Process) -> str:
     """Return what a process of the server is: its module, or the name that it gives itself."""
-    command = process.cmdline()
+    command = " ".join(process.cmdline()).split()  # a fork has its title in one piece
     if command[1:2] == ["-m"]:
         return command[2].removesuffix(".process").removeprefix("tinker_server.backends.")
     if any("resource_tracker" in word for word in command):

@@ -7,11 +7,13 @@ import pickle
 import subprocess
 import time
 from dataclasses import dataclass
+from multiprocessing.spawn import get_preparation_data
 
 from tinker_server.backends.processes import rpc
 from tinker_server.backends.processes.rpc import Command
 
 LONGEST_ANSWER = 1 << 20
+IMPORTED_S = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,28 @@ class Zeros(Command[bytes]):
     size: int
 
 
+@dataclass(frozen=True)
+class Environment(Command[dict[str, str]]):
+    """Answer with the variables of the process."""
+
+
+@dataclass(frozen=True)
+class Imported(Command[float]):
+    """Answer when the module was imported, by the monotonic clock."""
+
+
+@dataclass(frozen=True)
+class Program(Command[str]):
+    """Answer with the module that multiprocessing takes for the program."""
+
+
+@dataclass(frozen=True)
+class Read(Command[bytes]):
+    """Answer with what a descriptor gives that a variable names."""
+
+    variable: str
+
+
 class Unloadable:
     """Fails where it is unpickled."""
 
@@ -76,13 +100,25 @@ def handle(command: object, _: object) -> object:
             return None
         case Zeros(size):
             return bytes(size)
+        case Environment():
+            return dict(os.environ)
+        case Imported():
+            return IMPORTED_S
+        case Program():
+            return str(get_preparation_data("busy")["init_main_from_name"])
+        case Read(variable):
+            return os.read(int(os.environ[variable]), 100)
         case NotToBeRead():
             return Unloadable()
     raise AssertionError(command)
 
 
-if __name__ == "__main__":
+def main() -> None:
     from tests import busy_child  # whose classes the commands are, and not this module's run as a program
 
     rpc.MAX_ANSWER_BYTES = LONGEST_ANSWER
     rpc.serve(lambda keep_waiting: busy_child.handle)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ import pytest
 
 from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
-from tinker_server.backends.processes import launcher
+from tinker_server.backends.processes import launcher, preloaded
 from tinker_server.store.database import Database
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # What vLLM finds out about a kind of model takes ten seconds: once for all servers, whose data directories differ.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+# Pytest changes it for each test, and each environment of an import has a process of its own.
+preloaded.LATE += ("PYTEST_CURRENT_TEST",)
 
 
 BEGAN_S = time.monotonic()

@@ -122,7 +122,7 @@ def _serve(connection: int, env: Mapping[str, str]) -> None:
             os.close(held.pop())
 
     os.register_at_fork(after_in_child=leave)
-    asyncio.run(process.main())
+    asyncio.run(process.serve_engine())
     sys.exit()
 
 

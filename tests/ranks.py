@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Concatenate, ParamSpec, TypeVar
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.trainers import SMOOTH, assert_same, forward_backward, lora_model
 from tinker_server.backends.model_spec import Dtype
+from tinker_server.backends.processes.launcher import NO_DESCRIPTORS
 from tinker_server.backends.processes.messages import STREAM_LIMIT
 from tinker_server.backends.processes.rpc import Child, Process, serve
 from tinker_server.backends.protocol import EncodedBatch
@@ -31,12 +32,12 @@ threads that a fork would miss."""
 PROCESSES.set_forkserver_preload(["tests.trainers", "tests.models", "tinker_server.backends.trainer.process"])
 
 
-async def fork(name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = ()) -> Child:
+async def fork(name: str, module: str, env: Mapping[str, str], fds: Mapping[str, int] = NO_DESCRIPTORS) -> Child:
     """Start a trainer's rank as `launcher.launch` does, but with all imports done, and without a guard."""
     assert module == process.__name__
     ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as copies:
-        listening = [copies.enter_context(socket.socket(fileno=os.dup(fd))) for fd in fds]
+        listening = [copies.enter_context(socket.socket(fileno=os.dup(fd))) for fd in fds.values()]
         child = PROCESSES.Process(target=_serve, args=(theirs, dict(env), listening), name=name)
         await asyncio.to_thread(child.start)
     reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)

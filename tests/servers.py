@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tinker
 import tinker.types as types
 
@@ -23,6 +24,13 @@ CHILDREN = {
     "sampler": "tinker_server.backends.sampler.engine.process",
 }
 """The modules that child processes run."""
+
+
+def runs(process: psutil.Process, module: str) -> bool:
+    """Return whether it is a process of Python that runs a module, or a fork that has taken that title."""
+    return " ".join(process.cmdline()).split()[1:3] == ["-m", module]
+
+
 RUNNING: set["Server"] = set()
 """Started, and neither stopped nor killed yet."""
 

@@ -17,7 +17,8 @@ from tinker_server.backends.cluster.lines import Lines
 from tinker_server.backends.cluster.offer import Offer
 from tinker_server.backends.cluster.token import read_token
 from tinker_server.backends.model_spec import ModelSpec
-from tinker_server.backends.processes.launcher import Guarded, Place, launch_at, restore_environment
+from tinker_server.backends.processes.guarded import Guarded
+from tinker_server.backends.processes.launcher import Place, launch_at, restore_environment
 
 _LAST_WORDS_S = 0.1
 """Time for the server to read the answers that a process sent just before it ended."""

@@ -13,7 +13,7 @@ import ray
 from tinker_server.backends.cluster.commands import EndProcess, StartHead, StartProcess, UseRay
 from tinker_server.backends.cluster.nodes import Agents, Members
 from tinker_server.backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running, require_guarded
-from tinker_server.backends.processes.launcher import Guarded
+from tinker_server.backends.processes.guarded import Guarded
 from tinker_server.backends.processes.rpc import OnPart, serve_async
 from tinker_server.backends.protocol import BackendFailed
 
@@ -63,7 +63,7 @@ async def use_ray(command: UseRay, stack: contextlib.AsyncExitStack) -> None:
     stack.callback(inviting.cancel)
 
 
-async def _until_open(running: Guarded, command: StartHead) -> asyncio.Task[int]:
+async def _until_open(running: Guarded, command: StartHead) -> asyncio.Task[int | None]:
     """Return the task that ends with Ray, once its port is open. Raises RayEnded."""
     ended = asyncio.create_task(running.wait())
     while not ended.done():

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from tinker_server.backends.processes.launcher import Guarded
+from tinker_server.backends.processes.guarded import Guarded
 from tinker_server.backends.protocol import BackendFailed
 
 NODE_LABEL = "tinker-node"
@@ -55,7 +55,7 @@ async def require_guarded(address: str) -> None:
         )
 
 
-async def _run_command(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
+async def _run_command(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[int | None, str]:
     """Run a command of Ray; return its exit code and the last line that it has said."""
     with tempfile.NamedTemporaryFile("r", prefix="tinker-ray-", errors="replace") as output:
         ray = await Guarded.start("Ray", _ray_command(output.name, arguments), {**os.environ, **env})

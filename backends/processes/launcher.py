@@ -1,17 +1,10 @@
-"""Start and end child processes on this machine. Only this file knows of ports and environments.
-
-A child leads a session of its own: Ctrl-C reaches the server alone, and a child is ended together with everything it
-started. A guard in the same session ends them all at once when the server is gone, for whatever reason: Linux's
-parent-death signal would reach the child, but not the processes that vLLM starts beneath it.
-"""
+"""Start and end child processes on this machine. Only this file knows of ports and environments."""
 
 import asyncio
 import contextlib
 import fcntl
-import logging
 import os
 import shutil
-import signal
 import socket
 import struct
 import sys
@@ -19,13 +12,14 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from types import MappingProxyType
 
 from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.processes.guarded import Guarded
 from tinker_server.backends.processes.messages import STREAM_LIMIT
+from tinker_server.backends.processes.preloaded import fork
 from tinker_server.backends.processes.rpc import Child, Process
 
-log = logging.getLogger(__name__)
 IMAGES_AS_SENT = "images-as-sent"
 """Name in vLLM's registry of the connector that reads images of chats in a sampler's process
 (`sampler/engine/chat/prompts.py`)."""
@@ -76,14 +70,19 @@ StartRanks = Callable[[ModelSpec, Others], Awaitable[list[Child]]]
 """As StartWorkers, for a trainer with ranks on other machines too."""
 _RANK, _SAMPLER = "tinker_server.backends.trainer.process", "tinker_server.backends.sampler.engine.process"
 _HOLDER = "tinker_server.backends.sampler.engine.weight_holder"
+_ENGINE = ("vllm.v1.engine.core", "tinker_server.backends.sampler.engine.vllm_patches.worker")
+FORKED: dict[str, Sequence[str]] = {_RANK: (), _SAMPLER: _ENGINE, _HOLDER: ()}
+"""Modules that are imported once for all processes that run them, with what these need later; the others import for
+themselves."""
+_FORKS_ON_CUDA = False
+"""Not before it is measured on a GPU."""
+NO_DESCRIPTORS = MappingProxyType[str, int]({})
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of collectives, with what stands before its whole name."""
+_CARDS = "CUDA_VISIBLE_DEVICES"
 _SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address."""
 _VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
-_GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
-"""The guard waits on a pipe whose other end only the server holds; the shell itself becomes the child. The guard is
-part of the group that it ends, so the group's number cannot be reused before."""
 _LAST_WORDS_S = 0.1
 """Time to read the answers that a process sent just before it ended."""
 _WITHOUT_BARS = {"TQDM_DISABLE": "1"}
@@ -98,84 +97,32 @@ _QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
 }
 """vLLM and what it uses report errors alone: its warnings are of its own use of others, and nothing for an operator."""
-_CHANGED_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
+_CHANGED_BY_RAY = (_CARDS, "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 """Folder of `ModelSpec.compiled_dir` by the variable that names it. The defaults are in the home directory, which the
 user of a container may lack."""
 
 
-class Guarded:
-    """A started command. It ends with this process, and all that it has started ends with it."""
-
-    folder: str | None = None
-    """A directory of its own, which is removed when it has ended."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process, guard: IO[str]) -> None:
-        self.name, self.pid = name, process.pid
-        self._process, self._guard = process, guard
-
-    @classmethod
-    async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int] = ()) -> Self:
-        """Run a command with exactly these variables; `fds` stay open in it."""
-        guarding, guard_fd = os.pipe()
-        with contextlib.ExitStack() as unless_started:  # a start that is cancelled ends what it has started
-            guard = unless_started.enter_context(os.fdopen(guard_fd, "w"))
-            with os.fdopen(guarding):
-                process = await asyncio.create_subprocess_exec(
-                    *("/bin/sh", "-c", _GUARDED, str(guarding), *command),
-                    pass_fds=[guarding, *fds],
-                    env=env,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=sys.stderr,  # the server's own output is for its user alone
-                    stderr=sys.stderr,
-                    start_new_session=True,
-                )
-            unless_started.pop_all()
-        return cls(name, process, guard)
-
-    async def wait(self) -> int:
-        """Wait until the command has ended by itself; return its exit code."""
-        return await self._process.wait()
-
-    def abandon(self) -> None:
-        """Have the guard end it, without waiting."""
-        self._guard.close()
-
-    async def end(self, grace_s: float) -> None:
-        """Wait for so many seconds until the command ends by itself, then end it and everything that it started."""
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._process.wait()
-        except TimeoutError:
-            log.info("ended the %s process, which had not ended by itself within %s s", self.name, grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        await self._process.wait()
-        self._guard.close()
-        if self.folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
-
-
 async def launch(
-    name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = (), folder: str | None = None
+    name: str, module: str, env: Mapping[str, str], fds: Mapping[str, int] = NO_DESCRIPTORS, folder: str | None = None
 ) -> Child:
-    """Run `python -m module FD`, which ends in `rpc.serve` or `serve_async`. `env` is added to the server's
-    environment, and `fds` stay open in the process. `folder` belongs to the process and is removed when it has
-    ended."""
+    """Run `main` of a module with a connection, which ends in `rpc.serve` or `serve_async`. `env` is added to the
+    server's environment. `fds` stay open in the process, which finds their numbers in the variables that are their
+    keys. `folder` belongs to the process and is removed when it has ended."""
     ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as unless_started:  # a start that is cancelled leaves nothing
         unless_started.callback(ours.close)
         if folder is not None:
             unless_started.callback(shutil.rmtree, folder, ignore_errors=True)
         with theirs:
-            guarded = await _start_module(name, module, env, [theirs.fileno(), *fds])
+            guarded = await _start_module(name, module, env, theirs, fds)
         unless_started.callback(guarded.abandon)
         guarded.folder = folder
         reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
         unless_started.pop_all()
 
     async def watch() -> None:
-        """Close the connection when the process has ended: the guard still holds its other end."""
+        """Close the connection when the process has ended: what it has started may still hold its other end."""
         await guarded.wait()
         await asyncio.sleep(_LAST_WORDS_S)
         writer.transport.abort()
@@ -189,10 +136,20 @@ async def launch(
     return Child(name, Process(guarded.pid, end), reader, writer)
 
 
-async def _start_module(name: str, module: str, env: Mapping[str, str], fds: Sequence[int]) -> Guarded:
-    """Run `python -m module FD`, with the first of `fds`, which all stay open in it."""
-    command = [sys.executable, "-m", module, str(fds[0])]
-    return await Guarded.start(name, command, {**os.environ, **_WITHOUT_BARS, **env}, fds)
+async def _start_module(
+    name: str,
+    module: str,
+    own: Mapping[str, str],
+    connection: socket.socket,
+    fds: Mapping[str, int] = NO_DESCRIPTORS,
+) -> Guarded:
+    """Run `main` of a module, which finds the number of the connection in its arguments: as a fork of a process that
+    has imported its libraries, or as `python -m module FD`."""
+    env, number = {**os.environ, **_WITHOUT_BARS, **own}, connection.fileno()
+    if module in FORKED and (_FORKS_ON_CUDA or _CARDS not in own):
+        return await fork(name, (module, *FORKED[module]), env, number, fds)
+    env |= {variable: str(fd) for variable, fd in fds.items()}
+    return await Guarded.start(name, [sys.executable, "-m", module, str(number)], env, [number, *fds.values()])
 
 
 def read_environment() -> dict[str, str | None]:
@@ -220,7 +177,7 @@ def restore_environment(kept: Mapping[str, str | None]) -> None:
 
 def num_visible_gpus(num_gpus: int) -> int:
     """Return how many of the machine's GPUs this process may use."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = os.environ.get(_CARDS)
     return num_gpus if seen is None else len(list(filter(None, seen.split(","))))
 
 
@@ -242,10 +199,8 @@ async def launch_trainer(spec: ModelSpec, others: Others = NO_OTHERS) -> list[Ch
         seats = [Seat(rank, num_ranks, others.host, meeting.getsockname()[1]) for rank in range(num_ranks)]
 
         async def launch_rank(seat: Seat) -> list[Child]:
-            fds, env = [meeting.fileno()] if seat.rank == 0 else [], _for_rank(spec, seat)
-            if fds:
-                env["MASTER_LISTEN_FD"] = str(meeting.fileno())
-            return [await launch(rank_name(spec, seat), _RANK, env, fds)]
+            fds = {"MASTER_LISTEN_FD": meeting.fileno()} if seat.rank == 0 else {}
+            return [await launch(rank_name(spec, seat), _RANK, _for_rank(spec, seat), fds)]
 
         by_machine = [start for start in (launch_rank, *others.starts) for _ in range(spec.mesh.size)]
         started = (start(seat) for start, seat in zip(by_machine, seats, strict=True))
@@ -269,6 +224,8 @@ def _for_rank(spec: ModelSpec, seat: Seat) -> dict[str, str]:
     if spec.device == "cuda":
         # Sequences of varying lengths would fragment memory into pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if _FORKS_ON_CUDA:  # libraries that ask for GPUs while they are imported begin no CUDA then
+            env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if seat.num_ranks > spec.mesh.size and (interface := _interface(local_address(seat.host))):
         # By default gloo takes that of the host's name, which may be the loopback one.
         env |= {name: f"{exact}{interface}" for name, exact in _INTERFACES.items() if name not in os.environ}
@@ -300,13 +257,13 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
 async def launch_at(connection: socket.socket, spec: ModelSpec, place: Place) -> Guarded:
     """Start a process of a model for a server on another machine, at the other end of a connection. That is shut down
     when the process has ended."""
-    name, fds = process_name(spec, place), [connection.fileno()]
+    name = process_name(spec, place)
     if isinstance(place, Seat):
-        return await _start_module(name, _RANK, _for_rank(spec, place), fds)
+        return await _start_module(name, _RANK, _for_rank(spec, place), connection)
     if isinstance(place, Holding):
-        return await _start_module(name, _HOLDER, _for_holder(spec, place.gpu), fds)
+        return await _start_module(name, _HOLDER, _for_holder(spec, place.gpu), connection)
     env = _for_engine(spec)
-    guarded = await _start_module(name, _SAMPLER, env, fds)
+    guarded = await _start_module(name, _SAMPLER, env, connection)
     guarded.folder = env[_VLLM_SOCKETS]
     return guarded
 
@@ -390,11 +347,11 @@ def _for_device(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
     caches = {variable: path for variable, path in named.items() if variable not in os.environ}
     if spec.device == "cpu":
         return caches | _SHARING_CORES
-    return caches | ({"CUDA_VISIBLE_DEVICES": ",".join(gpu_names(gpus))} if gpus else {})
+    return caches | ({_CARDS: ",".join(gpu_names(gpus))} if gpus else {})
 
 
 def gpu_names(gpus: Sequence[int]) -> list[str]:
     """Translate the server's numbers of GPUs, of which it may see only some, into the machine's names."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = os.environ.get(_CARDS)
     names = seen.split(",") if seen else [str(number) for number in range(max(gpus) + 1)]
     return [names[gpu].strip() for gpu in gpus]

@@ -157,7 +157,11 @@ class Supervisor:
         began, children = time.monotonic(), list[Child]()
         self._phases, self._num_certain = [(_STARTS, began)], 1
         try:
-            self._latest = children = await self._start_processes()
+            self._on_loading(self._name, Loading(_STARTS))
+            try:
+                self._latest = children = await self._start_processes()
+            finally:
+                self._on_loading(self._name, None)
             for child in children:
                 self.on_loading(child.name, Loading(_STARTS))
             await self._prepare(children)

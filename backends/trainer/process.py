@@ -67,6 +67,11 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
     return None
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run this process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     serve(lambda keep_waiting: Process(keep_waiting).handle)
+
+
+if __name__ == "__main__":
+    main()

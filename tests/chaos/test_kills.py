@@ -22,7 +22,7 @@ from tests.chaos.client import PATIENCE_S, Client, Model, Request, State
 from tests.chaos.worker import Seen, Worker
 from tests.cluster.machines import free_port
 from tests.databases import fresh_database
-from tests.servers import CHILDREN, KEY, MODEL, Server
+from tests.servers import CHILDREN, KEY, MODEL, Server, runs
 
 SEED = 20
 VICTIMS = ["trainer", "sampler", "engine", "server"]
@@ -188,13 +188,12 @@ def _is(process: psutil.Process, victim: str) -> bool:
     """A rank of the trainer, the sampler's host, or the engine that vLLM starts beneath it."""
     try:
         if victim == "engine":
-            host = process.parent()
-            return host is not None and _is(host, "sampler") and process.name().startswith("VLLM")
+            return process.name().startswith("VLLM") and any(_is(above, "sampler") for above in process.parents())
         if victim == "agent":
             return process.cmdline()[0].startswith("ray::Agent")
         if victim == "head":
-            return process.cmdline()[1:3] == ["-m", "tinker_server.backends.cluster.head"]
-        return process.cmdline()[1:3] == ["-m", CHILDREN[victim.removeprefix("remote ")]]
+            return runs(process, "tinker_server.backends.cluster.head")
+        return runs(process, CHILDREN[victim.removeprefix("remote ")])
     except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):  # it has just ended
         return False
 

@@ -25,6 +25,7 @@ from tinker_server.backends.cluster.engines import RemoteEngines
 from tinker_server.backends.cluster.lines import LOG
 from tinker_server.backends.formats.model_files import fingerprint
 from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.processes.rpc import Child
 from tinker_server.backends.protocol import ChatTask, SamplingTask
 from tinker_server.backends.sampler.client import EngineClient
 from tinker_server.backends.sampler.commands import Chat, Sample
@@ -177,13 +178,17 @@ async def test_an_engine_that_dies_on_another_machine_is_started_again_there(the
 
 async def test_an_agent_that_dies_is_made_again(there: Running) -> None:
     [child] = there.remote.supervisor.children
-    agent = present(psutil.Process(child.process.pid).parent())
-    assert "Agent" in agent.name() + " ".join(agent.cmdline())
+    agent = agent_of(child)
     agent.kill()
     await until(lambda: not there.remote.supervisor.is_alive)
     await until(lambda: there.remote.supervisor.is_alive)
     [again] = there.remote.supervisor.children
-    assert present(psutil.Process(again.process.pid).parent()).pid != agent.pid
+    assert agent_of(again).pid != agent.pid
+
+
+def agent_of(child: Child) -> psutil.Process:
+    """Return the process of Ray that has started it, through the process of which it is a fork."""
+    return next(above for above in psutil.Process(child.process.pid).parents() if "Agent" in " ".join(above.cmdline()))
 
 
 async def test_another_model_under_the_same_name_is_refused(running: Running, tmp_path: Path) -> None:

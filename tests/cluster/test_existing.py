@@ -17,7 +17,7 @@ from tinker_server.backends.cluster.client import Cluster, ExistingRay
 from tinker_server.backends.cluster.join import leave
 from tinker_server.backends.cluster.ray_commands import ray_environment, ray_running
 from tinker_server.backends.cluster.token import make_token
-from tinker_server.backends.processes.launcher import Guarded
+from tinker_server.backends.processes.guarded import Guarded
 from tinker_server.backends.protocol import BackendFailed
 
 pytestmark = pytest.mark.slow

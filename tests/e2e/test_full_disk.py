@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.servers import KEY, MODEL, Server
+from tests.servers import KEY, MODEL, Server, runs
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def test_a_save_on_a_disk_that_takes_nothing_fails_by_name_and_alone(server: Ser
     (rank,) = [
         child
         for child in psutil.Process(server.process.pid).children(recursive=True)
-        if child.cmdline()[1:3] == ["-m", "tinker_server.backends.trainer.process"]
+        if runs(child, "tinker_server.backends.trainer.process")
     ]
     assert "error" not in model.result(model.train(1))
     with written_by_nobody(rank):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.chaos.client import Client, Model, tokens, well
-from tests.servers import CHILDREN, MODEL, Server
+from tests.servers import CHILDREN, MODEL, Server, runs
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 15
@@ -47,7 +47,7 @@ def child(server: Server, kind: str) -> psutil.Process:
     def is_it(process: psutil.Process) -> bool:
         if kind == "engine":
             return process.name().startswith("VLLM")
-        return process.cmdline()[1:3] == ["-m", CHILDREN[kind]]
+        return runs(process, CHILDREN[kind])
 
     (found,) = filter(is_it, psutil.Process(server.process.pid).children(recursive=True))
     return found

@@ -138,7 +138,9 @@ def test_the_servers_own_process_imports_no_ray() -> None:
 
 def test_only_the_launcher_starts_processes_and_one_module_counts_each_kind_of_memory() -> None:
     for pattern, room in (
-        (r"create_subprocess|subprocess\.|killpg|CUDA_VISIBLE_DEVICES", "backends/processes/launcher.py"),
+        (r"create_subprocess|subprocess\.|killpg", "backends/processes/guarded.py"),
+        (r"exec[lv]|posix_spawn", "backends/processes/forking.py"),
+        (r"= \"CUDA_VISIBLE_DEVICES\"", "backends/processes/launcher.py"),
         (r"psutil", "backends/processes/heap.py"),
         (r"device_count|get_device_properties|mem_get_info", "backends/configure/placement.py"),
     ):

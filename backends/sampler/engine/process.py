@@ -23,6 +23,7 @@ from tinker_server.backends.formats.expert_routing import RoutingFiles
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import DRAWN_TOKENS, ModelSpec
 from tinker_server.backends.processes.heap import give_back_memory
+from tinker_server.backends.processes.later_forks import keep_copy
 from tinker_server.backends.processes.progress import Progress
 from tinker_server.backends.processes.rpc import OnPart, end_with_server, exit_now, serve_async
 from tinker_server.backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
@@ -53,6 +54,7 @@ from tinker_server.backends.sampler.engine.requests import Prompt, sampling_para
 from tinker_server.backends.sampler.engine.sequences import Sequences, end_process, ending_with
 from tinker_server.backends.sampler.engine.versions import VersionCache
 from tinker_server.backends.sampler.engine.vllm_patches.routed_experts import allow_on_cpu, keep_routing
+from tinker_server.backends.sampler.engine.vllm_patches.targets import ENGINE_CONTEXT
 from tinker_server.backends.sampler.received import ReceivedWeights
 
 _MODEL, _VERSIONS = "model", "versions"
@@ -196,7 +198,7 @@ class SamplerProcess:
         return ending_with(self._engine)
 
 
-async def main() -> None:
+async def serve_engine() -> None:
     """Serve the server's commands until it closes its end."""
     started: list[SamplerProcess] = []
 
@@ -230,5 +232,12 @@ async def main() -> None:
     exit_now()
 
 
+def main() -> None:
+    """Run this process, as a fork that has its libraries. The engine beneath it is a fork too."""
+    copies = keep_copy()
+    ENGINE_CONTEXT.replace(lambda: copies)
+    asyncio.run(serve_engine())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(serve_engine())

@@ -187,7 +187,12 @@ class Process:
             os._exit(1)  # the server then notices
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run this process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     serve(lambda keep_waiting: Process(keep_waiting).handle)
     os._exit(0)  # there is nothing to save, and the thread that serves never ends
+
+
+if __name__ == "__main__":
+    main()

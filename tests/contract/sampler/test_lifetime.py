@@ -105,7 +105,7 @@ async def test_a_crash_is_survived_by_the_running_call_and_the_next(sampler, ref
     call = asyncio.create_task(sample(sampler, seeded, adapters["large"]))
     await asyncio.sleep(0.5)
     host = psutil.Process(sampler.engines[0].supervisor.children[0].process.pid)
-    engine = next(child for child in host.children(recursive=True) if child.memory_info().rss > 300 << 20)
+    engine = next(child for child in host.children(recursive=True) if child.name().startswith("VLLM"))
     (engine if victim == "engine" else host).kill()
     for got, wanted in zip((await call).sequences, expected.sequences, strict=True):
         assert got.tokens.tolist() == wanted.tokens.tolist() and len(got.tokens) == 600

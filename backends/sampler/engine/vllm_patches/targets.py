@@ -7,6 +7,12 @@ from tinker_server.backends.patches import Patch
 EXECUTOR = "tinker_server.backends.sampler.engine.vllm_patches.executor.Executor"
 """The executor of an engine with several ranks."""
 
+ENGINE_CONTEXT = Patch(
+    "forked-engine",
+    "vllm.v1.engine.utils:get_mp_context",
+    "b377dc6ca3e3f961803bd9492cd9a64e2ada3f2909a36f612528dd47f006822a",
+    "A new interpreter imports for 10 s what a fork has; vLLM's own forks come after the first OpenMP threads.",
+)
 KV_CACHE_ZEROING = Patch(
     "kv-cache-zeroing",
     "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import uvloop
 
-from tests.busy_child import LONGEST_ANSWER, EndSlowly, Grandchild, Nap, NotToBeRead, Work, Zeros
+from tests.busy_child import LONGEST_ANSWER, EndSlowly, Environment, Grandchild, Nap, NotToBeRead, Work, Zeros
 from tests.specs import tiny_spec
 from tinker_server.backends.model_spec import Mesh, Placement
 from tinker_server.backends.processes import launcher
@@ -23,10 +23,13 @@ from tinker_server.backends.processes.launcher import Others, Seat, launch, laun
 from tinker_server.backends.processes.rpc import Child, ChildDied
 from tinker_server.backends.protocol import BackendFailed, InvalidInput
 
+BUSY = "tests.busy_child"
 SERVER = """
-import asyncio
-from tinker_server.backends.processes.launcher import launch
+import asyncio, sys
+from tinker_server.backends.processes.launcher import FORKED, launch
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap
+
+FORKED.update(dict.fromkeys(sys.argv[1:], ()))
 
 async def main():
     child = await launch("busy", "tests.busy_child", {})
@@ -35,6 +38,14 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.fixture(params=[True, False], ids=["forked", "anew"])
+def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Busy children are forks of a process that has imported their module, or import it themselves."""
+    if request.param:
+        monkeypatch.setattr(launcher, "FORKED", {BUSY: ()})
+    return bool(request.param)
 
 
 def survivors(pids: list[int]) -> list[int]:
@@ -49,11 +60,13 @@ def survivors(pids: list[int]) -> list[int]:
     return found
 
 
-def test_a_killed_server_takes_busy_children_and_their_children_with_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+def test_a_killed_server_takes_busy_children_and_their_children_with_it(forked: bool) -> None:
+    names = [BUSY] if forked else []
+    with subprocess.Popen([sys.executable, "-c", SERVER, *names], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         pids = [int(pid) for pid in server.stdout.readline().split()]
-        assert len(survivors(pids)) == 2
+        pids += [child.pid for child in psutil.Process(server.pid).children(recursive=True)]
+        assert len(survivors(pids)) == (2 + 5 if forked else 2 + 3)  # the guards, and the process that has imported
         time.sleep(0.2)  # the child is in its nap, holding the interpreter's lock
         server.send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
@@ -62,12 +75,13 @@ def test_a_killed_server_takes_busy_children_and_their_children_with_it() -> Non
         assert survivors(pids) == []
 
 
-async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path, forked: bool) -> None:
+    await (await launch("busy", BUSY, {})).stop()  # what is kept for further children is opened
     own = tmp_path / "own"
     own.mkdir()
     (own / "socket").touch()
     descriptors = _num_descriptors()
-    child = await launch("busy", "tests.busy_child", {}, folder=str(own))
+    child = await launch("busy", BUSY, {}, folder=str(own))
     pids = [int(pid) for pid in (await child.call(Grandchild())).split()]
     leader = psutil.Process(pids[0])
     group = [pid for pid in psutil.pids() if _group(pid) == leader.pid]
@@ -79,15 +93,15 @@ async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
     assert _num_descriptors() <= descriptors + 1  # the event loop's watcher of children
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, forked: bool) -> None:
     own = tmp_path / "own"
-    await (await launch("busy", "tests.busy_child", {})).stop()  # the event loop opens what it keeps
+    await (await launch("busy", BUSY, {})).stop()  # the event loop opens what it keeps
     descriptors = _num_descriptors()
     others = set(psutil.Process().children(recursive=True))  # of other tests in this process
     num_cancelled = 0
     for num_turns in range(1, 13):
         own.mkdir()
-        starting = asyncio.create_task(launch("busy", "tests.busy_child", {}, folder=str(own)))
+        starting = asyncio.create_task(launch("busy", BUSY, {}, folder=str(own)))
         for _ in range(num_turns):  # of the event loop, not of a clock: a fast machine starts a child in a millisecond
             await asyncio.sleep(0)
         starting.cancel()
@@ -105,8 +119,8 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
-async def test_a_child_that_works_when_the_server_stops_is_not_waited_for_long() -> None:
-    child = await launch("busy", "tests.busy_child", {})
+async def test_a_child_that_works_when_the_server_stops_is_not_waited_for_long(forked: bool) -> None:
+    child = await launch("busy", BUSY, {})
     await child.call(Grandchild())
     working = asyncio.create_task(child.call(Nap(30)))
     await asyncio.sleep(0.1)
@@ -129,9 +143,9 @@ def _group(pid: int) -> int:
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_killed_child_is_noticed_at_once(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_a_killed_child_is_noticed_at_once(loop_factory: Callable[[], asyncio.AbstractEventLoop], forked: bool) -> None:
     async def kill() -> None:
-        child = await launch("busy", "tests.busy_child", {})
+        child = await launch("busy", BUSY, {})
         try:
             napping = asyncio.create_task(child.call(Nap(60)))
             await asyncio.sleep(0.5)
@@ -147,7 +161,7 @@ def test_a_killed_child_is_noticed_at_once(loop_factory: Callable[[], asyncio.Ab
 
 
 async def test_an_answer_that_cannot_be_read_ends_the_child_and_fails_its_calls() -> None:
-    child = await launch("busy", "tests.busy_child", {})
+    child = await launch("busy", BUSY, {})
     try:
         with pytest.raises(ChildDied):
             await asyncio.wait_for(child.call(NotToBeRead()), 20)
@@ -159,7 +173,7 @@ async def test_an_answer_that_cannot_be_read_ends_the_child_and_fails_its_calls(
 
 
 async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
-    child = await launch("busy", "tests.busy_child", {})
+    child = await launch("busy", BUSY, {})
     try:
         with pytest.raises(InvalidInput, match=f"the answer has .* bytes; at most {LONGEST_ANSWER} can be given"):
             await child.call(Zeros(LONGEST_ANSWER))
@@ -168,20 +182,22 @@ async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
         await child.stop(grace_s=1)
 
 
-async def environment(pid: int) -> dict[str, str]:
-    """Return the environment of a process that was just started; it has none while it becomes another program."""
-    async with asyncio.timeout(20):
-        while not (found := psutil.Process(pid).environ()):  # noqa: ASYNC110 - nobody tells of it
-            await asyncio.sleep(0.01)
-    return found
+@pytest.fixture
+def busy_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of engines and ranks, forks of a process that has imported the module of a busy child."""
+    for module in ("_RANK", "_SAMPLER"):
+        monkeypatch.setattr(launcher, module, BUSY)
+    monkeypatch.setattr(launcher, "FORKED", {BUSY: ()})
 
 
-async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(
+    monkeypatch: pytest.MonkeyPatch, busy_children: None
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7")
     spec = replace(tiny_spec(Path()), device="cuda", mesh=Mesh(shard=2), placement=Placement((1, 2)))
     ranks = await launch_trainer(spec)
     try:
-        found = [await environment(rank.process.pid) for rank in ranks]
+        found = [await rank.call(Environment()) for rank in ranks]
     finally:
         await asyncio.gather(*(rank.stop(grace_s=0.1) for rank in ranks))
     assert {one["CUDA_VISIBLE_DEVICES"] for one in found} == {"GPU-aa,7"}
@@ -190,7 +206,9 @@ async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypa
     assert found[0]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
-async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(
+    monkeypatch: pytest.MonkeyPatch, busy_children: None
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7,8")
     placement = Placement((0,), engines=((0, 1), (2, 3)))
     spec = replace(
@@ -198,7 +216,7 @@ async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(monkeypat
     )
     [engine] = await launch_sampler(spec.of_engine(1))
     try:
-        found = await environment(engine.process.pid)
+        found = await engine.call(Environment())
     finally:
         await engine.stop(grace_s=0.1)
     assert (found["CUDA_VISIBLE_DEVICES"], engine.name) == ("7,8", "sampler tiny engine 1")
@@ -206,7 +224,7 @@ async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(monkeypat
 
 
 async def test_every_process_of_a_model_has_its_caches_in_the_data_directory_or_where_the_operator_says(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, busy_children: None
 ) -> None:
     """A user without a home directory cannot write to the libraries' own."""
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
@@ -214,7 +232,7 @@ async def test_every_process_of_a_model_has_its_caches_in_the_data_directory_or_
     spec = replace(tiny_spec(Path()), compiled_dir=Path("/cache"))
     children = [*await launch_sampler(spec), *await launch_trainer(spec)]
     try:
-        found = [await environment(child.process.pid) for child in children]
+        found = [await child.call(Environment()) for child in children]
     finally:
         await asyncio.gather(*(child.stop(grace_s=0.1) for child in children))
     for one in found:
@@ -222,8 +240,8 @@ async def test_every_process_of_a_model_has_its_caches_in_the_data_directory_or_
 
 
 async def test_a_child_that_is_ended_while_it_works_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "tinker_server.backends.processes.launcher")
-    child = await launch("busy", "tests.busy_child", {})
+    caplog.set_level("INFO", "tinker_server.backends.processes.guarded")
+    child = await launch("busy", BUSY, {})
     working = asyncio.create_task(child.call(Nap(30)))
     await asyncio.sleep(0.1)
     await child.stop(grace_s=0.1)
@@ -237,9 +255,11 @@ async def test_a_child_that_is_ended_while_it_works_is_no_warning(caplog: pytest
 
 
 @pytest.mark.parametrize("last", [Work(30), EndSlowly(30)])
-async def test_a_child_ends_by_itself_at_once(last: Work | EndSlowly, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "tinker_server.backends.processes.launcher")
-    child = await launch("busy", "tests.busy_child", {})
+async def test_a_child_ends_by_itself_at_once(
+    last: Work | EndSlowly, caplog: pytest.LogCaptureFixture, forked: bool
+) -> None:
+    caplog.set_level("INFO", "tinker_server.backends.processes.guarded")
+    child = await launch("busy", BUSY, {})
     await child.call(Zeros(1))
     calling = asyncio.create_task(child.call(last))
     await asyncio.sleep(0.1)
@@ -250,7 +270,9 @@ async def test_a_child_ends_by_itself_at_once(last: Work | EndSlowly, caplog: py
     await asyncio.gather(calling, return_exceptions=True)
 
 
-async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, busy_children: None
+) -> None:
     spec, there = replace(tiny_spec(Path()), mesh=Mesh(shard=2)), list[Seat]()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
@@ -261,7 +283,7 @@ async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(monkey
 
     ranks = await launch_trainer(spec, Others("127.0.0.2", (start, start)))
     try:
-        found = [await environment(rank.process.pid) for rank in ranks]
+        found = [await rank.call(Environment()) for rank in ranks]
     finally:
         await asyncio.gather(*(rank.stop(grace_s=0.1) for rank in ranks))
     port = int(found[0]["MASTER_PORT"])

@@ -56,7 +56,7 @@ async def test_when_one_dies_the_others_end_and_the_next_caller_starts_all_again
     heard: list[tuple[str, Loading | None]] = []
     supervised = Supervisor("two", group.start, group.prepare)
     await supervised.start(lambda name, loading: heard.append((name, loading)))
-    assert [name for name, loading in heard if loading is None] == ["busy 0", "busy 1"]
+    assert [name for name, loading in heard if loading is None] == ["two", "busy 0", "busy 1"]
     first = supervised.children
     os.kill(first[0].process.pid, signal.SIGKILL)
     await asyncio.wait_for(first[1].died.wait(), 20)

@@ -1,0 +1,67 @@
+"""Keep a copy of this process as it is now, and make the processes that it starts later copies of that.
+
+A copy that is made later would have the threads' locks but not the threads: an OpenMP region in it waits forever for
+threads that exist here alone.
+"""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from setproctitle import setproctitle
+
+_FIRST = 3
+"""Behind the standard descriptors."""
+_TITLE = "forks of what was imported"
+
+
+class Copies(ForkServerContext):
+    """Starts processes that are copies of the kept process, with the variables of this process."""
+
+    def Process(  # type: ignore[override]
+        self, *, target: Callable[..., object], kwargs: Mapping[str, object], name: str
+    ) -> BaseProcess:
+        args = dict(os.environ), target
+        return super().Process(target=run_with, args=args, kwargs=kwargs, name=name)
+
+
+def keep_copy() -> Copies:
+    """Keep a copy of this process, which must have no threads yet."""
+    resource_tracker.ensure_running()
+    multiprocessing.set_forkserver_preload([])
+    start_interpreter, util.spawnv_passfds = util.spawnv_passfds, _copy
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start_interpreter
+    return Copies()
+
+
+def _copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:  # noqa: ARG001 - as `spawnv_passfds`
+    """Run multiprocessing's server of forks in a copy of this process, in place of a new interpreter."""
+    if pid := os.fork():
+        return pid
+    try:
+        last = _FIRST
+        for fd in (*sorted(passfds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(last, fd)
+            last = fd + 1
+        setproctitle(_TITLE)
+        forkserver._forkserver.__init__()  # type: ignore[misc]
+        exec(args[-1], {})
+    except Exception:  # noqa: BLE001 - multiprocessing then starts an interpreter in place of the copy
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def run_with(env: Mapping[str, str], target: Callable[..., object], /, **named: object) -> None:
+    """Run a function in a process that has exactly these variables."""
+    os.environ.clear()
+    os.environ.update(env)
+    target(**named)
