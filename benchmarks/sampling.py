@@ -1,16 +1,18 @@
 """Our sampler, through its own seam, beside bare vLLM with the same engine arguments and adapters.
 
     python benchmarks/sampling.py [--model DIRECTORY | --four-b] [--device auto] [--adapters 4] [--profile FILE]
+    python benchmarks/sampling.py --steps [--sequences 1,16,64,256,512] [--adapters 0,1,4,8] [--figures FILE]
 
 Both engines are up at once, and rounds alternate, so that the machine is the same for both. A round draws groups of
 samples, each group from an adapter, all asked for at once. Bare vLLM is its AsyncLLM in this process, one request a
 sample; ours is a process of its own behind a socket. `--profile` writes what ours spends its time on (cProfile), with
-the engine in a process of its own as always.
+the engine in a process of its own as always. `--steps` times and profiles decode steps (`decode_steps.py`).
 """
 
 import argparse
 import asyncio
 import cProfile
+import json
 import os
 import statistics
 import sys
@@ -19,11 +21,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.decode_steps import Case, OurEngine, engine_params, measure_steps, profiler_config
 from benchmarks.shapes import SHAPES, make_model
 from tests.models import make_tiny_vl
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
@@ -38,6 +42,8 @@ from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.backends.trainer.checkpoint_files import write_adapter, write_directory
 
 NAME, RANK = "bench/model", 32
+SEQUENCES, ADAPTERS = [1, 16, 64, 256, 512], [0, 1, 4, 8]
+"""Of the cases whose steps are measured."""
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -76,7 +82,7 @@ class Round:
 class Bare:
     """vLLM's AsyncLLM in this process."""
 
-    def __init__(self, config: ModelSpec, model: LocalModel) -> None:
+    def __init__(self, config: ModelSpec, model: LocalModel, profiler: Any = None) -> None:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -87,7 +93,9 @@ class Bare:
         if not self._needs_patches:  # nothing of ours is inside, and graphs are those by which it then decodes fastest
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             arguments = replace(arguments, worker_cls="auto", compilation_config=graphs)
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        if profiler is not None:
+            arguments = replace(arguments, profiler_config=profiler)
+        self.engine = AsyncLLM.from_engine_args(arguments)
         self._request = LoRARequest
         self._adapters: dict[Path, LoRARequest] = {}
         self._count = 0
@@ -95,36 +103,30 @@ class Bare:
     async def start(self) -> None:
         """Start the engine. On CPU both sides have our LoRA kernels: vLLM's are slow, and wrong in mixed batches."""
         if self._needs_patches:
-            await self._engine.collective_rpc("patch_runner", args=([],))
+            await self.engine.collective_rpc("patch_runner", args=([],))
+
+    async def adapter(self, weights: Path) -> Any:
+        """Return the engine's name for an adapter."""
+        number = len(self._adapters) + 1
+        return self._adapters.setdefault(weights, self._request(weights.name, number, str(weights)))
 
     async def draw(self, work: Round) -> None:
         """Sample in the bare engine's fastest way: one request per sample, outputs at the end, flat logprobs."""
-        from vllm import SamplingParams as EngineParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = EngineParams(
-            max_tokens=work.num_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = engine_params(work.num_tokens)
 
         async def one(group: int) -> None:
             self._count += 1
             weights = work.adapter(group)
             assert weights is not None
-            number = len(self._adapters) + 1
-            adapter = self._adapters.setdefault(weights, self._request(weights.name, number, str(weights)))
+            adapter = await self.adapter(weights)
             prompt = {"prompt_token_ids": work.prompts[group].tolist()}
-            async for _ in self._engine.generate(prompt, params.clone(), f"{self._count}", lora_request=adapter):
+            async for _ in self.engine.generate(prompt, params.clone(), f"{self._count}", lora_request=adapter):
                 pass
 
         await asyncio.gather(*(one(group) for group in range(len(work.prompts)) for _ in range(work.size)))
 
     async def stop(self) -> None:
-        self._engine.shutdown()
+        self.engine.shutdown()
 
 
 class Ours:
@@ -183,17 +185,45 @@ async def profiled(config: ModelSpec, work: Round, rounds: int, file: Path) -> N
     process._engine.shutdown()
 
 
+async def explain_steps(given: argparse.Namespace, model: LocalModel, adapters: Sequence[Path], traces: Path) -> None:
+    """Measure the steps of all cases; of those with fewer sequences than adapters none, as they use no more."""
+    info = model.info
+    if max(given.adapters) > info.adapter_slots:
+        raise SystemExit(f"--adapters: the engines have {info.adapter_slots} slots")
+    pairs = [(sequences, number) for number in given.adapters for sequences in given.sequences if sequences >= number]
+    cases = [Case(sequences, adapters[:number]) for sequences, number in pairs]
+    profiler = profiler_config(traces, on_gpu=info.device == "cuda")
+    ours = OurEngine(info, profiler)
+    await ours.start()
+    bare = Bare(info, model, profiler)
+    await bare.start()
+    async for _ in measure_steps({"ours": ours, "bare": bare}, cases, given.tokens, given.rounds, traces):
+        if given.figures is not None:
+            figures = {
+                "model": model.spec.source,
+                "slots": info.adapter_slots,
+                "cases": [case.figures for case in cases],
+            }
+            given.figures.write_text(json.dumps(figures, indent=1))
+    await ours.stop()
+    await bare.stop()
+
+
 async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
     config = BackendConfig(
         models={NAME: str(source)},
         device=given.device,
         max_context_length=2048,
-        kv_cache_bytes=30 << 30,
+        kv_cache_bytes=30 << 30 if on_gpu(given) else 1 << 30,
         base_copies=2,  # one copy would wait for the process that holds it, and bare vLLM reads its own
+        max_concurrent_samples=max(256, *given.sequences) if given.steps else None,
         scratch_dir=scratch / "scratch",
     )
     model = make_models(describe_models(config))[NAME]
-    adapters = [make_adapter(scratch / f"adapter-{i}", model, i) for i in range(given.adapters)]
+    adapters = [make_adapter(scratch / f"adapter-{i}", model, i) for i in range(max(given.adapters))]
+    if given.steps:
+        await explain_steps(given, model, adapters, scratch / "traces")
+        return
     work = Round(given.groups, given.size, given.tokens, adapters)
     if given.profile is not None:
         await profiled(model.info, work, given.rounds, given.profile)
@@ -207,23 +237,41 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
     await bare.stop()
 
 
+def on_gpu(given: argparse.Namespace) -> bool:
+    return bool(torch.cuda.device_count()) and given.device != "cpu"
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list with commas."""
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--four-b", action="store_true", help="a random Qwen3-VL of 4.4 billion parameters, on a GPU")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--adapters", type=numbers, help="4; with --steps a list")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--size", type=int, default=4, help="samples of a group")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, help="256; with --steps 96")
+    parser.add_argument("--rounds", type=int, help="5; with --steps 2")
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--steps", action="store_true", help="where the time of decode steps goes, case by case")
+    parser.add_argument("--sequences", type=numbers, default=SEQUENCES, help="of the cases of --steps")
+    parser.add_argument("--figures", type=Path, help="JSON of all that --steps finds")
     given = parser.parse_args()
+    tokens, rounds, adapters = (96, 2, ADAPTERS) if given.steps else (256, 5, [4])
+    given.tokens, given.rounds = given.tokens or tokens, given.rounds or rounds
+    given.adapters = given.adapters or adapters
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
-    if torch.cuda.device_count() and given.device != "cpu":
+    if on_gpu(given):
         os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_USE_FLASHINFER_SAMPLER="0")
     else:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCH_COMPILE_DISABLE="1")
+    if given.steps:  # both engines are begun by this process, which can have one of them inside at most
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+        os.environ["TEARDOWN_CUPTI"] = "0"  # graphs outlive a profile, and the next profile needs them recorded too
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         source = given.model
