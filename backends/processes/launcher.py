@@ -74,8 +74,8 @@ _ENGINE = ("vllm.v1.engine.core", "tinker_server.backends.sampler.engine.vllm_pa
 FORKED: dict[str, Sequence[str]] = {_RANK: (), _SAMPLER: _ENGINE, _HOLDER: ()}
 """Modules that are imported once for all processes that run them, with what these need later; the others import for
 themselves."""
-_FORKS_ON_CUDA = False
-"""Not before it is measured on a GPU."""
+_FORKED_ON_CUDA = {_RANK}
+"""Modules of which forks have run on a GPU. vLLM asks for GPUs while it is imported, which begins CUDA."""
 NO_DESCRIPTORS = MappingProxyType[str, int]({})
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of collectives, with what stands before its whole name."""
@@ -146,7 +146,7 @@ async def _start_module(
     """Run `main` of a module, which finds the number of the connection in its arguments: as a fork of a process that
     has imported its libraries, or as `python -m module FD`."""
     env, number = {**os.environ, **_WITHOUT_BARS, **own}, connection.fileno()
-    if module in FORKED and (_FORKS_ON_CUDA or _CARDS not in own):
+    if module in (_FORKED_ON_CUDA if _CARDS in own else FORKED):
         return await fork(name, (module, *FORKED[module]), env, number, fds)
     env |= {variable: str(fd) for variable, fd in fds.items()}
     return await Guarded.start(name, [sys.executable, "-m", module, str(number)], env, [number, *fds.values()])
@@ -224,8 +224,8 @@ def _for_rank(spec: ModelSpec, seat: Seat) -> dict[str, str]:
     if spec.device == "cuda":
         # Sequences of varying lengths would fragment memory into pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        if _FORKS_ON_CUDA:  # libraries that ask for GPUs while they are imported begin no CUDA then
-            env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        # Libraries that ask for GPUs while they are imported begin no CUDA then, so that the rank can be a fork.
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if seat.num_ranks > spec.mesh.size and (interface := _interface(local_address(seat.host))):
         # By default gloo takes that of the host's name, which may be the loopback one.
         env |= {name: f"{exact}{interface}" for name, exact in _INTERFACES.items() if name not in os.environ}
