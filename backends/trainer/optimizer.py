@@ -15,6 +15,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 TRIED_AT_ONCE = 1 << 26
 """Numbers of parameters of which a step is tried at once: with copies of all parameters and moments, training would
 take as much memory again."""
+_BOUND, _LEAST_DECAY = 1e37, 1e-4
+"""Magnitude that numbers of a step which needs no trial stay below, a thirtieth of float32's largest; least distance
+of a beta from 1 at which torch's corrections of the moments, in float32, are near those here."""
 GradientState = Literal["none", "whole", "incomplete"]
 """State of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 Piece = tuple[nn.Parameter, slice]
@@ -42,7 +45,8 @@ def move(parameters: Iterable[nn.Parameter], optimizer: torch.optim.AdamW, devic
 
 
 def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *, sums_bits: bool) -> list[Tensor]:
-    """Clip the gradient, try the step, and make the moments of a first one, so that the step itself needs no memory.
+    """Clip the gradient, try the step unless bounds show that it is possible, and make the moments of a first one, so
+    that the step itself needs no memory.
 
     `norm` is the gradient's. `sums_bits`: return sums [] of the bits that float32 parameters and moments will have.
     Raises InvalidInput if any of them would not be finite; parameters and moments are unchanged.
@@ -54,7 +58,8 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
         lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
     )
     sums: list[Tensor] = []
-    for pieces in _pieces(parameters):
+    is_safe = not sums_bits and optimizer.defaults["fused"] and _stays_finite(optimizer, adam, norm)
+    for pieces in () if is_safe else _pieces(parameters):
         stepped = _try_step(optimizer, pieces)
         if stepped is None or not all_finite(stepped):
             raise _not_finite(adam, norm)
@@ -69,6 +74,27 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
     }
     optimizer.state.update(fresh)
     return sums
+
+
+def _stays_finite(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor) -> bool:
+    """Return whether bounds on all numbers of a fused step, which needs no memory, show that it leaves finite ones.
+
+    No gradient is larger than `norm`. A moment is a mean of the last one and of gradients or their squares. An update
+    is at most learning_rate / (1 - beta1) x exp_avg / eps. The trial would read and write seven times as much.
+    """
+    weights = [weight for weight in optimizer.param_groups[0]["params"] if weight.grad is not None and weight.numel()]
+    states = [state for weight in weights if (state := optimizer.state.get(weight))]
+    averages, squares = ([state[kind] for state in states] for kind in MOMENTS)
+    if not weights or min(1 - adam.beta1, 1 - adam.beta2) < _LEAST_DECAY:
+        return False
+    found = [_largest(tensors) if tensors else torch.zeros_like(norm) for tensors in (weights, averages, squares)]
+    least = torch.stack([square.amin() for square in squares]).amin() if squares else torch.zeros_like(norm)
+    gradient, weight, average, square, least_square = torch.stack([norm, *found, least]).double().tolist()
+    average, square = max(average, gradient), max(square, gradient**2)
+    step = adam.learning_rate / (1 - adam.beta1)
+    decayed = weight * (1 + adam.learning_rate * adam.weight_decay)
+    bounds = [square / (1 - adam.beta2), average / adam.eps, decayed + step * max(1.0, average / adam.eps)]
+    return least_square >= 0 and all(bound < _BOUND for bound in bounds)
 
 
 @contextmanager
@@ -136,5 +162,9 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in (tensor for tensor in tensors if tensor.numel()):
         by_device.setdefault(tensor.device, []).append(tensor.detach())
-    largest = [torch.nn.utils.get_total_norm(group, float("inf")) for group in by_device.values()]
-    return all(bool(number.isfinite()) for number in largest)
+    return all(bool(_largest(group).isfinite()) for group in by_device.values())
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude [], or NaN; the tensors are on one device."""
+    return torch.nn.utils.get_total_norm(tensors, float("inf"))
