@@ -25,7 +25,7 @@ from tinker_server.backends.formats.base_files import weight_files
 from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed
 from tinker_server.backends.formats.fp8_at_load import Origin, find_origins, quantise
 from tinker_server.backends.formats.model_files import tensor_layouts
-from tinker_server.backends.formats.packed import byte_shape, is_in_mxfp4
+from tinker_server.backends.formats.packed import byte_shape
 from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -95,31 +95,16 @@ class InFp8:
 
 
 @dataclass(frozen=True)
-class _Quantised:
-    """The numbers of a matrix that is quantised when it is read, or its scales."""
+class _InFiles:
+    """A matrix of files without quantisation, quantised when it is read, with its scales."""
 
     file: TensorInFile
     origin: Origin
-    is_scale: bool
 
-    def get_shape(self) -> list[int]:
-        """Return the sizes of its dimensions."""
-        return [-(-size // BLOCK) if self.is_scale else size for size in self.origin.shape]
-
-    def get_dtype(self) -> str:
-        """Return the type that it has when it is read, as a file names it."""
-        return "F32" if self.is_scale else "F8_E4M3"
-
-    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> Tensor:
-        """Read a part: rows of whole blocks are quantised."""
-        if index is Ellipsis:
-            return quantise(self.origin.read(self.file))[self.is_scale]
-        (rows,) = index
-        if self.is_scale:
-            return quantise(self.origin.read(self.file, rows.start * BLOCK, rows.stop * BLOCK))[1]
-        begin = rows.start // BLOCK * BLOCK
-        numbers, _ = quantise(self.origin.read(self.file, begin, -(-rows.stop // BLOCK) * BLOCK))
-        return numbers[rows.start - begin : rows.stop - begin]
+    def read(self, blocks: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return numbers and scales of some rows of blocks, by default of all."""
+        begin, end, _ = blocks.indices(-(-self.origin.shape[0] // BLOCK))
+        return quantise(self.origin.read(self.file, begin * BLOCK, end * BLOCK))
 
 
 class Files:
@@ -156,7 +141,9 @@ class Files:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Return the sizes of a tensor that stays packed."""
-        shape = self.halves(name)[0].get_shape()
+        if (origin := self._origins.get(name)) is not None:
+            return origin.shape
+        shape = self._halves(name)[0].get_shape()
         return (*shape[:2], shape[2] * mxfp4.BLOCK) if name in self._in_mxfp4 else tuple(shape)
 
     def names(self) -> list[str]:
@@ -168,15 +155,11 @@ class Files:
 
     def slice(self, name: str) -> TensorInFile:
         """Return a tensor whose parts are read when they are indexed."""
-        if name in self._origins or f"{name}{SCALE}" in self._by_name:
-            return InFp8(*self.halves(name), self._dtype)
+        if f"{name}{SCALE}" in self._by_name:
+            return InFp8(*self._halves(name), self._dtype)
         return self._by_name[name].get_slice(name)
 
-    def halves(self, name: str) -> tuple[TensorInFile, TensorInFile]:
-        """Return numbers and scales of a tensor that is or stays quantised; they are read when they are indexed."""
-        if (origin := self._origins.get(name)) is not None:
-            file = self._by_name[origin.tensor].get_slice(origin.tensor)
-            return _Quantised(file, origin, is_scale=False), _Quantised(file, origin, is_scale=True)
+    def _halves(self, name: str) -> tuple[TensorInFile, TensorInFile]:
         names = (name, f"{name}{SCALE}")
         if name in self._in_mxfp4:
             names = (f"{name}{mxfp4.BLOCKS}", f"{name}{mxfp4.SCALES}")
@@ -185,12 +168,32 @@ class Files:
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
-        if (origin := self._origins.get(name)) is not None:
-            return packed(*quantise(origin.read(self._by_name[origin.tensor].get_slice(origin.tensor))))
+        if name in self._origins:
+            return packed(*self._in_files(name).read())
         if name not in self._staying:
             return self.slice(name)[...]
-        both = (half[...] for half in self.halves(name))
+        both = (half[...] for half in self._halves(name))
         return mxfp4.pack(*both) if name in self._in_mxfp4 else packed(*both)
+
+    def _in_files(self, name: str) -> _InFiles:
+        origin = self._origins[name]
+        return _InFiles(self._by_name[origin.tensor].get_slice(origin.tensor), origin)
+
+    def require_same_packed(self, name: str, view: Tensor) -> None:
+        """Raise BackendFailed unless numbers and scales of a packed tensor are, in some blocks, those of the files."""
+        shape = self._shape(name)
+        if name in self._in_mxfp4:
+            numbers, scales = self._halves(name)
+            held_numbers, held_scales = mxfp4.halves(view, shape[2])
+            held_numbers = held_numbers.unflatten(-1, (-1, mxfp4.BLOCK // 2))
+        else:
+            held_numbers, held_scales = halves(view, *shape)
+            if name in self._origins:
+                _require_same_quantised(name, held_numbers, held_scales, self._in_files(name))
+                return
+            numbers, scales = self._halves(name)
+        require_same(name, held_numbers, numbers.get_shape(), numbers)
+        require_same(f"{name}, scales", held_scales, scales.get_shape(), scales)
 
 
 def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
@@ -254,7 +257,7 @@ def map_tensors(
             view = views.get(name)
             if view is not None and _is_as_good(view, layouts[name][1], dtype):
                 if name in staying:
-                    _require_same_packed(name, view, *files.halves(name))
+                    files.require_same_packed(name, view)
                 else:
                     require_same(name, view, layouts[name][0], files.slice(name))
                 mapped[name] = view
@@ -276,25 +279,28 @@ def require_same(name: str, view: Tensor, shape: Sequence[int], file: TensorInFi
     if tuple(view.shape) != tuple(shape):
         raise BackendFailed(f"{name} has shape {tuple(view.shape)} where it is held, and {tuple(shape)} in the files")
     for index in _blocks(name, view):
-        read = file[index] if index else file[...]
-        wanted, got = read.to(view.dtype).contiguous(), view[index].contiguous().cpu()
-        if not torch.equal(got.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
-            raise BackendFailed(
-                f"{name}: the shared copy differs from the file at {index or 'every index'}, because the engine stores"
-                " another layout. Start with --base-copies 2"
-            )
+        _require_bits(name, view[index], file[index] if index else file[...], index)
 
 
-def _require_same_packed(name: str, view: Tensor, numbers: TensorInFile, scales: TensorInFile) -> None:
-    """Raise BackendFailed unless the numbers and the scales of a packed tensor are those of the file."""
-    shape = numbers.get_shape()
-    if is_in_mxfp4(view):
-        held_numbers, held_scales = mxfp4.halves(view, shape[2] * mxfp4.BLOCK)
-        held_numbers = held_numbers.unflatten(-1, (-1, mxfp4.BLOCK // 2))
-    else:
-        held_numbers, held_scales = halves(view, *shape)
-    require_same(name, held_numbers, shape, numbers)
-    require_same(f"{name}, scales", held_scales, scales.get_shape(), scales)
+def _require_bits(name: str, view: Tensor, read: Tensor, index: tuple[slice, ...]) -> None:
+    wanted, got = read.to(view.dtype).contiguous(), view.contiguous().cpu()
+    if not torch.equal(got.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
+        raise BackendFailed(
+            f"{name}: the shared copy differs from the file at {index or 'every index'}, because the engine stores"
+            " another layout. Start with --base-copies 2"
+        )
+
+
+def _require_same_quantised(name: str, numbers_NK: Tensor, scales_IJ: Tensor, wanted: _InFiles) -> None:
+    """Raise BackendFailed unless blocks of held numbers, with their scales, are what the files are quantised to: each
+    is quantised once."""
+    for index in _blocks(name, numbers_NK):
+        rows = index[0] if index else slice(len(numbers_NK))
+        blocks = slice(rows.start and rows.start // BLOCK, -(-rows.stop // BLOCK))
+        numbers, scales = wanted.read(blocks)
+        begin = (blocks.start or 0) * BLOCK
+        _require_bits(name, numbers_NK[begin : begin + len(numbers)], numbers, index)
+        _require_bits(f"{name}, scales", scales_IJ[blocks], scales, index)
 
 
 def _blocks(name: str, view: Tensor) -> Iterator[tuple[slice, ...]]:

@@ -23,8 +23,8 @@ _PLAIN = ("BF16", "F16", "F32")
 """Types of tensors, as files name them, that are quantised."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
-_ROWS_AT_ONCE = 8 * BLOCK
-"""Rows that are in float32 at once."""
+_AT_ONCE = 1 << 20
+"""Numbers that are in float32 at once, about: what stays in a processor's cache."""
 Layouts = Mapping[str, tuple[str, list[int]]]
 """Type and shape of each tensor of the files, by name."""
 
@@ -94,19 +94,20 @@ def _part_of_stack(name: str, layouts: Layouts) -> Origin | None:
 def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrix in fp8, and its scales [I, J] in float32. A block's scale makes its largest number the largest
     of fp8; numbers are divided by it in float32, and rounded once."""
-    rows_at_once = [_quantise_rows(rows_RK) for rows_RK in weight_NK.split(_ROWS_AT_ONCE)]
-    numbers, scales = zip(*rows_at_once, strict=True)
+    num_rows = max(1, _AT_ONCE // (BLOCK * weight_NK.shape[1])) * BLOCK
+    numbers, scales = zip(*map(_quantise_rows, weight_NK.split(num_rows)), strict=True)
     return torch.cat(numbers), torch.cat(scales)
 
 
 def _quantise_rows(rows_RK: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_inputs = rows_RK.shape
-    padded = functional.pad(rows_RK.float(), (0, -num_inputs % BLOCK, 0, -num_rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    largest_IJ = blocks.abs().amax((1, 3))
+    padded = functional.pad(rows_RK, (0, -num_inputs % BLOCK, 0, -num_rows % BLOCK))
+    blocks = padded.to(torch.float32, copy=True).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    largest_IJ = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3)))
     # Of a block of zeros alone, any scale is right.
     scale_IJ = torch.where(largest_IJ == 0, 1.0, (largest_IJ / _LARGEST).clamp(min=_LEAST_SCALE))
-    scaled = (blocks / scale_IJ[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).flatten(2).flatten(0, 1)
+    blocks /= scale_IJ[:, None, :, None]
+    scaled = blocks.clamp_(-_LARGEST, _LARGEST).flatten(2).flatten(0, 1)
     return scaled[:num_rows, :num_inputs].to(torch.float8_e4m3fn), scale_IJ
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models import FAMILIES, make_tiny_moe, make_tiny_text, publish_in_fp8
-from tinker_server.backends.base_weights.mapped import Files, InFp8, require_same
+from tinker_server.backends.base_weights.mapped import Files
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models, find
 from tinker_server.backends.configure.memory_plan import Machine
@@ -81,22 +81,36 @@ def test_matrices_of_files_in_fp8_and_of_other_forms_have_no_origin() -> None:
     assert found == {"mine": Origin("mine", (4, 6))}
 
 
-def test_rows_of_what_is_quantised_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_what_is_held_is_compared_with_what_the_files_are_quantised_to(tmp_path: Path) -> None:
     weight = torch.randn(700, 200).bfloat16()
     save_file({"a.weight": weight}, tmp_path / "model.safetensors", {"format": "pt"})
     numbers, scales = quantise(weight)
     with Files(tmp_path, torch.bfloat16, ["a.weight"]) as files:
-        found = files.slice("a.weight")
-        assert isinstance(found, InFp8)
-        for rows in (slice(0, 4), slice(126, 130), slice(696, 700)):
-            got = found.weight[(rows,)]
-            assert got.view(torch.uint8).equal(numbers[rows].view(torch.uint8))
-        assert found.scale[(slice(4, 8),)].equal(scales[4:8]) and found.scale[...].equal(scales)
-        require_same("a.weight", numbers, [700, 200], found.weight)
+        assert files.tensor("a.weight").equal(packed(numbers, scales))
+        files.require_same_packed("a.weight", packed(numbers, scales))
+        for row in (0, 3, 696, 699):
+            changed = numbers.clone().view(torch.uint8)
+            changed[row, -1] ^= 1
+            with pytest.raises(BackendFailed, match=r"a\.weight: the shared copy differs from the file"):
+                files.require_same_packed("a.weight", packed(changed.view(torch.float8_e4m3fn), scales))
+        for block in (0, 5):
+            changed = scales.clone()
+            changed[block, -1] *= 2
+            with pytest.raises(BackendFailed, match=r"a\.weight, scales: the shared copy differs from the file"):
+                files.require_same_packed("a.weight", packed(numbers, changed))
+
+
+@pytest.mark.parametrize("shape", [(128, 100), (3, 7)])
+def test_small_matrices_are_compared_whole(shape: tuple[int, int], tmp_path: Path) -> None:
+    weight = torch.randn(shape).bfloat16()
+    save_file({"a.weight": weight}, tmp_path / "model.safetensors", {"format": "pt"})
+    numbers, scales = quantise(weight)
+    with Files(tmp_path, torch.bfloat16, ["a.weight"]) as files:
+        files.require_same_packed("a.weight", packed(numbers, scales))
         changed = numbers.clone().view(torch.uint8)
-        changed[-1] ^= 1
-        with pytest.raises(BackendFailed, match=r"a\.weight: the shared copy differs from the file"):
-            require_same("a.weight", changed.view(torch.float8_e4m3fn), [700, 200], found.weight)
+        changed[shape[0] // 2, 5] ^= 1
+        with pytest.raises(BackendFailed, match=r"a\.weight: the shared copy differs from the file at every index"):
+            files.require_same_packed("a.weight", packed(changed.view(torch.float8_e4m3fn), scales))
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE", "Qwen3-Next", "DeepSeek-V3"])
