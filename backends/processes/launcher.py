@@ -224,8 +224,6 @@ def _for_rank(spec: ModelSpec, seat: Seat) -> dict[str, str]:
     if spec.device == "cuda":
         # Sequences of varying lengths would fragment memory into pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        # Libraries that ask for GPUs while they are imported begin no CUDA then, so that the rank can be a fork.
-        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if seat.num_ranks > spec.mesh.size and (interface := _interface(local_address(seat.host))):
         # By default gloo takes that of the host's name, which may be the loopback one.
         env |= {name: f"{exact}{interface}" for name, exact in _INTERFACES.items() if name not in os.environ}
@@ -345,8 +343,12 @@ def _for_device(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
     folder = spec.compiled_dir
     named = {} if folder is None else {variable: str(folder / name) for variable, name in _CACHES.items()}
     caches = {variable: path for variable, path in named.items() if variable not in os.environ}
-    on_gpus = gpus and spec.device != "cpu"
-    return caches | _SHARING_CORES | ({_CARDS: ",".join(gpu_names(gpus))} if on_gpus else {})
+    env = caches | _SHARING_CORES
+    if spec.device == "cuda":
+        # Libraries that ask for GPUs while they are imported begin no CUDA then, so that processes can be forks.
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        env |= {_CARDS: ",".join(gpu_names(gpus))} if gpus else {}
+    return env
 
 
 def gpu_names(gpus: Sequence[int]) -> list[str]:
