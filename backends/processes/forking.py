@@ -113,21 +113,17 @@ def reason_against(*modules: str) -> str | None:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - the processes fail themselves, and say what of
             return f"{module} cannot be imported ({type(error).__name__}: {error})"
-    _end_nvml()
+    # Torch, which asks NVML for GPUs where CUDA shall not begin, leaves it open: it is closed once for each time.
+    with suppress(OSError):  # it is not loaded
+        nvml = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        while nvml.nvmlShutdown() == 0:
+            pass
     paths = {str(descriptor.resolve()) for descriptor in _DESCRIPTORS.iterdir()}
     if opened := sorted(path for path in paths if path.startswith(_DRIVERS)):
         return f"a library has begun CUDA while it was imported, and opened {', '.join(opened)}"
     if others := [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]:
         return f"a library has started threads while it was imported: {', '.join(others)}"
     return None
-
-
-def _end_nvml() -> None:
-    """Have NVML close the devices: torch, which asks it for GPUs where CUDA shall not begin, leaves it open."""
-    with suppress(OSError):  # it is not loaded
-        nvml = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        while nvml.nvmlShutdown() == 0:
-            pass  # once for each time that it was opened
 
 
 def import_and_serve(modules: Sequence[str], requests: socket.socket) -> Callable[[], None]:
