@@ -232,6 +232,15 @@ def _other_bits(buffer: Tensor, wanted: Tensor | None) -> Tensor:
     bits = buffer.view(_BITS[buffer.itemsize])
     if wanted is None:
         return bits.any()
-    corner = bits[..., : wanted.shape[-2], : wanted.shape[-1]]
+    num_rows, num_columns = wanted.shape[-2:]
+    corner, below, beside = (
+        bits[..., :num_rows, :num_columns],
+        bits[..., num_rows:, :],
+        bits[..., :num_rows, num_columns:],
+    )
     here = wanted.to(buffer).view(bits.dtype)  # one at a time: there may be no room for all
-    return (corner != here).any() | (bits.count_nonzero() != corner.count_nonzero())
+    differs = (corner != here).any()
+    for around in (below, beside):
+        if around.numel():
+            differs |= around.any()
+    return differs
