@@ -9,6 +9,7 @@ N tokens of all datums, K targets of a token, P requests of a microbatch, R summ
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ _OF_NORM = {torch.bfloat16: 0.2}
 """Bound of the difference of gradients, as a part of their norm. In bfloat16, those of a model of 4 billion parameters
 differed by 0.001 to 0.005 on an H200; a mixture's, whose routers choose anew, differ by more."""
 _OF_NORM_ELSE = 0.01
+_MOST_ATTEMPTS = 3
+"""Microbatches of a kind that could not be compared, after which no more are tried: each may cost as much again."""
 _USUAL_NATS = 5.0
 """Mean of log probabilities up to which their rounding does not grow with them."""
 
@@ -44,11 +47,23 @@ class Kind(NamedTuple):
     has_images: bool
     is_long: bool
     """True if attention takes its kernel for long samples."""
+    has_models: bool
+    """True if several models' datums are in it."""
     backward: bool
 
     def __str__(self) -> str:
         names = ["several levels" if self.is_deep else "a level", "images" if self.has_images else "text"]
-        return ", ".join([*names, *["long"] * self.is_long, *["gradients"] * self.backward])
+        others = {"long": self.is_long, "several models": self.has_models, "gradients": self.backward}
+        return ", ".join([*names, *(name for name, holds in others.items() if holds)])
+
+
+class _Outcome(NamedTuple):
+    """What a rank has found of a microbatch."""
+
+    reason: str | None = None
+    """What differs by more than rounding; None if nothing does, or this rank's datums share nothing."""
+    is_compared: bool = True
+    """False if they share something and could not be compared."""
 
 
 class WholeCheck:
@@ -60,6 +75,7 @@ class WholeCheck:
         self._world = world
         self._keep_waiting = keep_waiting
         self._compared: set[Kind] = set()
+        self._attempts: Counter[Kind] = Counter()
 
     def is_due(self, chosen: Sequence[Members]) -> bool:
         """Return whether any rank's microbatch is of a kind that was not compared yet."""
@@ -83,21 +99,26 @@ class WholeCheck:
         self._keep_waiting(max(map(self._limit_s, chosen)))
         trie = join_tries(parts)
         if base.is_coupled:
-            reason = self._compare(trie, parts, scales_PR, logprobs_NK)
+            outcome = self._compare(trie, parts, scales_PR, logprobs_NK)
         else:
-            reason = agreed(lambda: self._compare(trie, parts, scales_PR, logprobs_NK), world)
-        if reasons := [reason for reason in gather_objects(reason, world) if reason]:
+            outcome = agreed(lambda: self._compare(trie, parts, scales_PR, logprobs_NK), world)
+        outcomes = gather_objects(outcome, world)
+        if reasons := [outcome.reason for outcome in outcomes if outcome.reason]:
             named = "; ".join(map(str, sorted(_kinds_of(chosen) - self._compared)))
             log.error("datums that begin alike are computed whole from now on (%s): %s", named, "; ".join(reasons))
             raise SharingDiffers
+        if not all(outcome.is_compared for outcome in outcomes):
+            self._attempts.update(kinds)
+            kinds = {kind for kind in kinds if self._attempts[kind] >= _MOST_ATTEMPTS}
+            if kinds:
+                log.warning("datums that begin alike are not compared with whole ones: %s", "; ".join(map(str, kinds)))
         self._compared |= kinds
 
-    def _compare(self, trie: Trie | None, parts: Sequence[Part], scales_PR: Tensor, logprobs_NK: Tensor) -> str | None:
-        """Return what differs by more than rounding; None if nothing does, or this rank's datums share nothing."""
+    def _compare(self, trie: Trie | None, parts: Sequence[Part], scales_PR: Tensor, logprobs_NK: Tensor) -> _Outcome:
         accumulated = self._base.weights.accumulated
         shares = trie is not None and trie.saved > 0
         if not shares and not self._base.is_coupled:
-            return None
+            return _Outcome()
         kept: list[Tensor] = []
         if torch.is_grad_enabled():  # in main memory: the device is as full as it was for the microbatch
             kept = [tensor.to("cpu", copy=True) for tensor in accumulated]
@@ -107,13 +128,13 @@ class WholeCheck:
         try:
             whole_NK = self._compute_whole(parts if shares else (), scales_PR, logprobs_NK)
             if trie is None or not shares:
-                return None
-            return self._logprobs_apart(trie, logprobs_NK.detach(), whole_NK) or self._gradients_apart(kept)
+                return _Outcome()
+            reason = self._logprobs_apart(trie, logprobs_NK.detach(), whole_NK)
+            return _Outcome(reason) if reason else self._gradients_apart(kept)
         except torch.OutOfMemoryError:
             if self._base.is_coupled:
                 raise
-            log.warning("a microbatch in which datums share beginnings is not compared with whole ones: no memory")
-            return None
+            return _Outcome(is_compared=False)
         finally:
             for own, tensor in zip(kept, accumulated, strict=False):
                 tensor.copy_(own)
@@ -159,7 +180,7 @@ class WholeCheck:
                 )
         return None
 
-    def _gradients_apart(self, shared: Sequence[Tensor]) -> str | None:
+    def _gradients_apart(self, shared: Sequence[Tensor]) -> _Outcome:
         """Compare the gradient of datums that share beginnings with what is accumulated, that of whole ones."""
         distance, norm = 0.0, 0.0
         for own, tensor in zip(shared, self._base.weights.accumulated, strict=False):
@@ -167,10 +188,9 @@ class WholeCheck:
             norm = math.hypot(norm, tensor.norm().item())
         allowed = _OF_NORM.get(self._base.scorer.model.dtype, _OF_NORM_ELSE)
         if not math.isfinite(norm) or distance <= allowed * norm:
-            return None
-        return (
-            f"gradients differ by {distance / norm if norm else math.inf:.3g} of their norm, and {allowed:g} is allowed"
-        )
+            return _Outcome(is_compared=math.isfinite(norm))
+        apart = distance / norm if norm else math.inf
+        return _Outcome(f"gradients differ by {apart:.3g} of their norm, and {allowed:g} is allowed")
 
     def _limit_s(self, members: Members) -> float:
         """Return the largest number of seconds that a microbatch's datums take whole, with all layers recomputed."""
@@ -191,6 +211,7 @@ def _kinds_of(chosen: Sequence[Members]) -> set[Kind]:
                     any(level > 0 for *_, trie in shared for level, *_ in trie.spans()),
                     any(request.num_images(indices) for request, indices, _ in shared),
                     any(segment.end - segment.begin >= LONG for *_, trie in shared for segment in trie.segments),
+                    len({request.model_id for request in members}) > 1,
                     shared[0][0].backward,
                 )
             )

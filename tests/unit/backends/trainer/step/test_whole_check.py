@@ -17,6 +17,7 @@ from tinker_server.backends.protocol import EncodedBatch
 from tinker_server.backends.trainer.model import attention
 from tinker_server.backends.trainer.model.packing import Microbatch
 from tinker_server.backends.trainer.rank import TrainerRank
+from tinker_server.backends.trainer.step.whole_check import WholeCheck
 
 MODELS = {"m": LORA, "other": Trainable(rank=4, seed=2)}
 GROUP = (150, 40), (150, 41), (150, 42), (150,)
@@ -110,7 +111,7 @@ def test_log_probabilities_alone_are_compared_too(
     rank, of = rank_of(tiny_text), encode(texts(*GROUP), make_renderer(tiny_text))
     break_values(monkeypatch)
     found = compute(rank, of, backward=False)
-    assert "computed whole from now on (a level, text): log probabilities" in caplog.text
+    assert "computed whole from now on (a level, text, several models): log probabilities" in caplog.text
     fresh = rank_of(tiny_text)
     fresh.base.whole_below = None
     assert_equal(found, compute(fresh, of, backward=False))
@@ -178,3 +179,54 @@ def test_a_microbatch_without_a_gradient_to_compare_does_not_stand_for_others(
     break_gradients(monkeypatch)
     compute(rank, encode(texts(*GROUP), renderer))
     assert "gradients differ by 1 of their norm" in caplog.text and rank.base.whole_below is None
+
+
+@pytest.mark.parametrize("cause", ["no memory", "a gradient that is not finite"])
+def test_what_could_not_be_compared_is_compared_in_another_microbatch(
+    cause: str, tiny_text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, of = rank_of(tiny_text), encode(texts(*GROUP), make_renderer(tiny_text))
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        if cause == "no memory":
+            patch.setattr(WholeCheck, "_compute_whole", fail)
+        else:
+            patch.setattr(torch.Tensor, "norm", lambda _: torch.tensor(torch.nan))
+        first = compute(rank, of)
+    assert rank.base.whole_below == 0 and "shared_tokens:sum" in first[0][0].metrics
+    break_gradients(monkeypatch)
+    compute(rank, of)
+    assert "gradients differ by 1 of their norm" in caplog.text and rank.base.whole_below is None
+
+
+def test_of_a_kind_that_cannot_be_compared_some_microbatches_are_tried(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, of = rank_of(tiny_text), encode(texts(*GROUP), make_renderer(tiny_text))
+    tried = 0
+
+    def fail(*_: object) -> None:
+        nonlocal tried
+        tried += 1
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(WholeCheck, "_compute_whole", fail)
+    for _ in range(5):
+        compute(rank, of)
+    assert (
+        tried == 3 and caplog.text.count("not compared with whole ones: a level, text, several models, gradients") == 1
+    )
+
+
+def test_microbatches_of_a_model_and_of_several_are_compared(tiny_text: Path) -> None:
+    rank, of = rank_of(tiny_text), encode(texts(*GROUP), make_renderer(tiny_text))
+    sizes: list[int] = []
+    rank.base.scorer.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0].targets_TK)))
+    compute(rank, of)
+    for compares in (True, False):
+        before = len(sizes)
+        together(rank, [("m", of)])
+        assert (len(sizes) - before > 1) == compares
