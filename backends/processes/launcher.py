@@ -17,7 +17,7 @@ from types import MappingProxyType
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.processes.guarded import Guarded
 from tinker_server.backends.processes.messages import STREAM_LIMIT
-from tinker_server.backends.processes.preloaded import fork
+from tinker_server.backends.processes.preloaded import can_fork, fork
 from tinker_server.backends.processes.rpc import Child, Process
 
 IMAGES_AS_SENT = "images-as-sent"
@@ -146,7 +146,7 @@ async def _start_module(
     """Run `main` of a module, which finds the number of the connection in its arguments: as a fork of a process that
     has imported its libraries, or as `python -m module FD`."""
     env, number = {**os.environ, **_WITHOUT_BARS, **own}, connection.fileno()
-    if module in (_FORKED_ON_CUDA if _CARDS in own else FORKED):
+    if module in (_FORKED_ON_CUDA if _CARDS in own else FORKED) and can_fork():
         return await fork(name, (module, *FORKED[module]), env, number, fds)
     env |= {variable: str(fd) for variable, fd in fds.items()}
     return await Guarded.start(name, [sys.executable, "-m", module, str(number)], env, [number, *fds.values()])

@@ -71,6 +71,16 @@ def _end_all() -> None:
         _importers.popitem()[1].end()
 
 
+def can_fork() -> bool:
+    """Return whether the end of a process that is no child can be waited for: since Linux 5.3, and not in every
+    sandbox."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 async def fork(
     name: str, modules: tuple[str, ...], env: Mapping[str, str], connection: int, fds: Mapping[str, int]
 ) -> Guarded:

@@ -1,6 +1,7 @@
 """Processes that are forks of a process that has imported their libraries."""
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -52,6 +53,15 @@ async def test_a_child_has_imported_all_with_its_own_variables() -> None:
 async def test_no_variable_of_one_child_is_seen_by_the_next() -> None:
     async with running({"VLLM_RPC_BASE_PATH": "/first"}), running({}) as second:
         assert "VLLM_RPC_BASE_PATH" not in await second.call(Environment())
+
+
+async def test_where_the_end_of_a_fork_cannot_be_waited_for_each_child_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    async with running({}) as first, running({}) as second:
+        assert await first.call(Imported()) != await second.call(Imported())
 
 
 async def test_a_child_finds_what_it_inherits_by_a_variable() -> None:
