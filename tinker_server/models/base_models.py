@@ -33,7 +33,8 @@ class BaseModels:
 
     def ranks(self, name: str) -> int:
         """Return the number of the ranks that train a base model; 1 if it is no longer served."""
-        return int(self.served[name].info.numerics.get("ranks", 1)) if name in self.served else 1
+        said = self.served[name].info.numerics.get("ranks", "") if name in self.served else ""
+        return int(said.partition(" ")[0] or 1)  # of several machines it says more
 
     def trainers(self) -> list[Trainer]:
         """Return each trainer once: names that share a directory share a trainer."""
