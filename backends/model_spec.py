@@ -67,6 +67,9 @@ class ModelSpec(BaseModelInfo):
 
     directory: str
     """The local directory of its files."""
+    files_fingerprint: str
+    """That of the files alone, which other machines have too: `fingerprint` tells in which form matrices are made of
+    them at load."""
     device: Device
     dtype: Dtype
     weight_bytes: int = 0

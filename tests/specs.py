@@ -11,6 +11,7 @@ def tiny_spec(source: Path) -> ModelSpec:
         source=str(source),
         directory=str(source),
         fingerprint="",
+        files_fingerprint="",
         arch="",
         vocab_size=0,
         takes_images=True,

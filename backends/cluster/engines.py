@@ -47,10 +47,10 @@ class RemoteEngines:
             if name not in self._pools:
                 raise BackendFailed(f"it serves no model {name}; it serves {', '.join(self._pools)}")
             spec, _ = self._pools[name]
-            if theirs != spec.fingerprint:
+            if theirs != spec.files_fingerprint:
                 raise BackendFailed(
                     f"the files of model {name} in {offer.models[name]} have the fingerprint {theirs[:12]}, and the"
-                    f" server's {spec.fingerprint[:12]}: copy the server's files"
+                    f" server's {spec.files_fingerprint[:12]}: copy the server's files"
                 )
             if spec.device == "cuda":
                 self._check_gpus(spec, offer)

@@ -171,7 +171,7 @@ class Support:
             return "its files are not in mxfp4"
         if self.config.train_vision:
             return "it has not been compared with backend.train_vision"
-        if self.config.cluster:
+        if self.config.base_precision == "mxfp4" and self.config.cluster:
             return "it has not been compared on several machines"
         return None
 

@@ -54,7 +54,7 @@ class Running:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     directory = tmp_path_factory.mktemp("cluster")
-    spec = replace(sampler_config(tiny_vl, directory / "scratch"), name=MODEL, fingerprint=fingerprint(tiny_vl))
+    spec = replace(sampler_config(tiny_vl, directory / "scratch"), name=MODEL, files_fingerprint=fingerprint(tiny_vl))
     pool = SamplerPool(spec, fork_sampler, may_grow=True)
     await pool.start()
     try:

@@ -1,6 +1,7 @@
 """A server with other machines, as its operator sees it."""
 
 import asyncio
+import contextlib
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import tinker.types as types
 
 from tests.cluster.machines import Machine, free_port, rays, until
 from tests.factories import image, prompt, words
-from tests.servers import KEY, MODEL, Server, sdk_input
+from tests.servers import KEY, MODEL, Server, runs, sdk_input
 from tests.training import batch, logprobs_of, step
 from tinker_server.backends.inputs.rendering import Renderer
 
@@ -104,9 +105,10 @@ async def test_a_machine_samples_and_trains_for_a_server_and_comes_back_to_it_af
 def holders(server: Server) -> dict[bool, list[psutil.Process]]:
     """What holds a base, by whether it is the server's own."""
     found: dict[bool, list[psutil.Process]] = {True: [], False: []}
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and process.info["cmdline"][1:3] == ["-m", HOLDER]:  # a guard's command has it, too
-            found[server.process.pid in (parent.pid for parent in process.parents())].append(process)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if runs(process, HOLDER):  # a guard's command has it, too
+                found[server.process.pid in (parent.pid for parent in process.parents())].append(process)
     return found
 
 
@@ -114,11 +116,13 @@ def base_directories(temporary: str) -> list[Path]:
     return list(Path(temporary).glob("tinker-base-*"))
 
 
+@pytest.mark.parametrize("precision", [[], ["--base-precision", "fp8"]], ids=["as in files", "fp8"])
 async def test_a_machines_engine_and_rank_share_a_copy_of_the_base_and_survive_what_holds_it(
-    tiny_vl: Path, renderer: Renderer, temporary: str, tmp_path: Path
+    precision: list[str], tiny_vl: Path, renderer: Renderer, temporary: str, tmp_path: Path
 ) -> None:
     port, data = free_port(), tmp_path / "data"
     arguments = ["--cluster", "--cluster-address", "127.0.0.1", "--cluster-port", str(port), "--base-copies", "1"]
+    arguments += precision
     server = await asyncio.to_thread(Server(data, {MODEL: tiny_vl}, *arguments).start)
     training, sampling = await asyncio.to_thread(trained, server, renderer)
     alone = await asyncio.to_thread(drawn, sampling)
@@ -150,3 +154,4 @@ async def test_a_machines_engine_and_rank_share_a_copy_of_the_base_and_survive_w
         await until(lambda: not holders(server)[False])
         assert await asyncio.to_thread(server.stop) == 0
     assert not base_directories(temporary)
+    assert "is not recorded" not in server.log.read_text()

@@ -33,7 +33,7 @@ def offer(*gpu_gib: int, name: str = "a/b", fingerprint: str = "f" * 64) -> Offe
 
 
 def served(**changes: Any) -> tuple[RemoteEngines, ModelSpec]:
-    spec = replace(tiny_spec(Path("/here")), name="a/b", fingerprint="f" * 64, **changes)
+    spec = replace(tiny_spec(Path("/here")), name="a/b", files_fingerprint="f" * 64, **changes)
     return RemoteEngines({"a/b": (spec, SamplerPool(spec, may_grow=True))}, RemoteBases({"a/b": spec})), spec
 
 
@@ -74,7 +74,9 @@ def test_models_whose_engines_do_not_fit_on_a_gpu_together_are_refused(monkeypat
     pools = {}
     for name in ("a/b", "c", "alias"):
         placement = Placement(engines=((0,),), sampler_fraction=0.6)
-        spec = replace(tiny_spec(Path("/here")), name=name, fingerprint="f" * 64, device="cuda", placement=placement)
+        spec = replace(
+            tiny_spec(Path("/here")), name=name, files_fingerprint="f" * 64, device="cuda", placement=placement
+        )
         pools[name] = (spec, SamplerPool(spec, may_grow=True))
     engines, of_all = RemoteEngines(pools, RemoteBases({})), dict.fromkeys(pools, "f" * 64)
     engines.check(replace(offer(80), models={"a/b": "/models/b", "alias": "/models/b"}, fingerprints=of_all))

@@ -420,18 +420,21 @@ def test_a_precision_that_gpt_oss_or_its_files_do_not_have_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("setting", "reason"),
+    ("setting", "value", "reason"),
     [
-        ("ranks", "base_precision mxfp4 .* not supported on 2 ranks; set backend.ranks to 1"),
-        ("tensor_parallel", "tensor_parallel 2 .* not supported: experts that stay in mxfp4 .* on several ranks"),
-        ("context_parallel", "context_parallel 2 .* not supported: experts that stay in mxfp4 .* on several ranks"),
+        ("ranks", 2, "base_precision mxfp4 .* not supported on 2 ranks; set backend.ranks to 1"),
+        ("tensor_parallel", 2, "tensor_parallel 2 .* not supported: experts that stay in mxfp4 .* on several ranks"),
+        ("context_parallel", 2, "context_parallel 2 .* not supported: experts that stay in mxfp4 .* on several ranks"),
+        ("cluster", True, "base_precision mxfp4 .* not supported: it has not been compared on several machines"),
     ],
 )
-def test_experts_in_mxfp4_are_refused_on_two_ranks(setting: str, reason: str, tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_refused_on_several_ranks(
+    setting: str, value: object, reason: str, tmp_path: Path
+) -> None:
     quantise(make_tiny_gpt_oss(tmp_path / "model"), tmp_path / "quantised")
     config = BackendConfig(models={"a": str(tmp_path / "quantised")}, device="cpu", base_precision="mxfp4")
     with pytest.raises(BackendFailed, match=reason):
-        describe_models(config.model_copy(update={setting: 2}), Machine(64 * GIB))
+        describe_models(config.model_copy(update={setting: value}), Machine(64 * GIB))
 
 
 def test_experts_in_mxfp4_share_one_copy_and_a_gpu_has_them_so_only_if_asked(tmp_path: Path) -> None:
