@@ -1,6 +1,7 @@
 """Models in the shape of published ones, with random weights and a tiny model's tokenizer and processor."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ _STORED = {
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
 }
 """What a config says of files in a precision."""
-_EXPONENTS = 118, 122
+_EXPONENTS = 118, 121
 """Of blocks in MXFP4: random numbers of four bits then have about the size of weights of 2,880 inputs."""
 
 
@@ -150,17 +151,10 @@ def make_model(directory: Path, shape: Shape, *, precision: BasePrecision | None
         return _write_layers(directory, config, precision)
     with torch.device("cuda", 0):
         model: PreTrainedModel = _class_of(config).from_config(config, dtype=torch.bfloat16)
-    # Random layers of linear attention make rounding large: each adds less to the stream, as in GPT-2's start, and the
-    # stream begins at the size to which they add, where no head shares the embedding.
-    is_small = "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or [])
-    is_large = is_small and not config.tie_word_embeddings
-    part = (2 * config.get_text_config().num_hidden_layers) ** -0.5 if is_small else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                adds = re.search(r"\.layers\..*(out_proj|o_proj|down_proj)(\.weight)?$", name)
-                begins = is_large and name.endswith("embed_tokens.weight")
-                parameter.normal_(0, 1.0 if begins else _inputs(parameter) ** -0.5 * (part if adds else 1.0))
+                parameter.normal_(0, _inputs(parameter) ** -0.5 * _part(name, config))
     model.save_pretrained(directory, max_shard_size="4GB")  # main memory has a file at once
     return directory
 
@@ -168,6 +162,22 @@ def make_model(directory: Path, shape: Shape, *, precision: BasePrecision | None
 def _inputs(parameter: Tensor) -> int:
     """Return the numbers by which an output is computed."""
     return parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+
+
+def _part(name: str, config: PretrainedConfig) -> float:
+    """Return the part of its usual size that a random weight has.
+
+    Random layers of linear attention make rounding large, and those of gpt-oss, where rounding chooses other experts:
+    each adds less to the stream, as in GPT-2's start, and the stream begins at the size to which they add, where no
+    head shares the embedding.
+    """
+    text = config.get_text_config()
+    if text.model_type != "gpt_oss" and "linear_attention" not in (getattr(text, "layer_types", None) or []):
+        return 1.0
+    if name.endswith("embed_tokens.weight") and not config.tie_word_embeddings:
+        return float(text.hidden_size**0.5)
+    adds = re.search(r"\.layers\..*(out_proj|o_proj|down_proj)(\.weight|_bias)?$", name)
+    return (2 * text.num_hidden_layers) ** -0.5 if adds else 1.0
 
 
 def _write_layers(directory: Path, config: PretrainedConfig, precision: BasePrecision | None) -> Path:
@@ -188,23 +198,25 @@ def _write_layers(directory: Path, config: PretrainedConfig, precision: BasePrec
     for number, parameters in groups.items():
         tensors: dict[str, Tensor] = {}
         for name, parameter in parameters:
-            tensors |= _random(name, parameter, precision if number < len(layers) else None)
+            stored = precision if number < len(layers) else None
+            tensors |= _random(name, parameter, stored, _part(name, config))
         save_file(tensors, directory / f"model-{number:05}.safetensors", {"format": "pt"})
         files |= dict.fromkeys(tensors, f"model-{number:05}.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return directory
 
 
-def _random(name: str, parameter: nn.Parameter, precision: BasePrecision | None) -> dict[str, Tensor]:
-    """Return what a file has of a random parameter."""
+def _random(name: str, parameter: nn.Parameter, precision: BasePrecision | None, part: float) -> dict[str, Tensor]:
+    """Return what a file has of a random parameter. `part`: as `_part`; in MXFP4 the nearest power of two."""
     if parameter.dim() == 1:
         return {name: torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.bfloat16)}
     if precision == "mxfp4" and parameter.dim() == 3:
         count, inputs, outputs = parameter.shape
-        scales = torch.randint(*_EXPONENTS, (count, outputs, inputs // mxfp4.BLOCK), dtype=torch.uint8, device="cuda")
+        low, high = (exponent + round(math.log2(part)) for exponent in _EXPONENTS)
+        scales = torch.randint(low, high, (count, outputs, inputs // mxfp4.BLOCK), dtype=torch.uint8, device="cuda")
         blocks = torch.randint(0, 256, (*scales.shape, mxfp4.BLOCK // 2), dtype=torch.uint8, device="cuda")
         return {f"{name}{mxfp4.BLOCKS}": blocks.cpu(), f"{name}{mxfp4.SCALES}": scales.cpu()}
-    made = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16) * _inputs(parameter) ** -0.5
+    made = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16) * (_inputs(parameter) ** -0.5 * part)
     if precision != "fp8":
         # Files of Qwen3-VL MoE hold inputs before outputs.
         return {name: (made.mT.contiguous() if parameter.dim() == 3 else made).cpu()}
