@@ -31,6 +31,15 @@ def runs(process: psutil.Process, module: str) -> bool:
     return " ".join(process.cmdline()).split()[1:3] == ["-m", module]
 
 
+def variables_of(process: psutil.Process) -> dict[str, str]:
+    """Return the environment of a process; of a fork, whose title stands in its place, that of its parent, which has
+    all but the variables of `preloaded.LATE`."""
+    is_fork = " " in process.cmdline()[0]  # the whole title
+    above = process.parent() if is_fork else process
+    assert above is not None
+    return above.environ()
+
+
 RUNNING: set["Server"] = set()
 """Started, and neither stopped nor killed yet."""
 

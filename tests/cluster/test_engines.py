@@ -18,7 +18,7 @@ from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
 from tests.models import make_tiny_vl
 from tests.sampling import ADJACENT, ATOL, RANKS, Reference, request, sample, sampler_config, scoring
-from tests.servers import MODEL
+from tests.servers import MODEL, variables_of
 from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Cluster
 from tinker_server.backends.cluster.engines import RemoteEngines
@@ -142,7 +142,7 @@ async def test_a_chat_is_answered_on_another_machine_as_here(there: Running) -> 
 
 async def test_a_process_on_another_machine_sees_nothing_of_ray(there: Running) -> None:
     [child] = there.remote.supervisor.children
-    environment = psutil.Process(child.process.pid).environ()
+    environment = variables_of(psutil.Process(child.process.pid))
     assert environment["CUDA_VISIBLE_DEVICES"] == GPUS
     assert "OMP_NUM_THREADS" not in environment and not [name for name in environment if name.startswith("RAY_")]
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, present, prompt, words
 from tests.models import make_tiny_of, make_tiny_vl
 from tests.reference import Reference, Steps
+from tests.servers import variables_of
 from tests.trainers import (
     LORA,
     SMOOTH,
@@ -532,7 +533,7 @@ async def test_threads_of_a_rank_on_the_cpu_sleep_while_they_wait(tiny_text):
     ranked = TrainerClient(config(tiny_text, max_context_length=64))
     await ranked.start()
     try:
-        environment = psutil.Process(ranked._supervisor.children[0].process.pid).environ()
+        environment = variables_of(psutil.Process(ranked._supervisor.children[0].process.pid))
     finally:
         await ranked.stop()
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"

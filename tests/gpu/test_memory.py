@@ -18,6 +18,7 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import share_kernels
 from tests.models import make_wide_moe
+from tests.servers import variables_of
 from tests.trainers import LORA, SMOOTH, forward_backward, lora_model, relative_distance, trainer
 from tinker_server.api_schemas.sampling import SamplingParams
 from tinker_server.api_schemas.training import AdamParams
@@ -74,7 +75,7 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
         host = loaded[0].sampler.engines[0].supervisor.children[0].process.pid
         trains = psutil.Process(loaded[0].trainer._supervisor.children[0].process.pid)
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        assert trains.environ()["CUDA_VISIBLE_DEVICES"] == first
+        assert variables_of(trains)["CUDA_VISIBLE_DEVICES"] == first
         os.kill(host, signal.SIGKILL)
         after = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
         assert loaded[0].sampler.engines[0].supervisor.children[0].process.pid != host
