@@ -94,19 +94,6 @@ class InFp8:
         return dequantised(weight, scale, self.dtype)[..., rows.start - first * BLOCK :, :]
 
 
-@dataclass(frozen=True)
-class _InFiles:
-    """A matrix of files without quantisation, quantised when it is read, with its scales."""
-
-    file: TensorInFile
-    origin: Origin
-
-    def read(self, blocks: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return numbers and scales of some rows of blocks, by default of all."""
-        begin, end, _ = blocks.indices(-(-self.origin.shape[0] // BLOCK))
-        return quantise(self.origin.read(self.file, begin * BLOCK, end * BLOCK))
-
-
 class Files:
     """The tensors of a model's safetensors files, by name: packed, if they are of `staying`, which names a stack in
     MXFP4 by what is before the endings of its two tensors; others in fp8 as if they were in `dtype`. Matrices of
@@ -168,30 +155,25 @@ class Files:
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
-        if name in self._origins:
-            return packed(*self._in_files(name).read())
+        if (origin := self._origins.get(name)) is not None:
+            return packed(*quantise(origin.read(self.slice(origin.tensor))))
         if name not in self._staying:
             return self.slice(name)[...]
         both = (half[...] for half in self._halves(name))
         return mxfp4.pack(*both) if name in self._in_mxfp4 else packed(*both)
 
-    def _in_files(self, name: str) -> _InFiles:
-        origin = self._origins[name]
-        return _InFiles(self._by_name[origin.tensor].get_slice(origin.tensor), origin)
-
     def require_same_packed(self, name: str, view: Tensor) -> None:
         """Raise BackendFailed unless numbers and scales of a packed tensor are, in some blocks, those of the files."""
         shape = self._shape(name)
+        if (origin := self._origins.get(name)) is not None:
+            _require_same_quantised(name, *halves(view, *shape), origin, self.slice(origin.tensor))
+            return
+        numbers, scales = self._halves(name)
         if name in self._in_mxfp4:
-            numbers, scales = self._halves(name)
             held_numbers, held_scales = mxfp4.halves(view, shape[2])
             held_numbers = held_numbers.unflatten(-1, (-1, mxfp4.BLOCK // 2))
         else:
             held_numbers, held_scales = halves(view, *shape)
-            if name in self._origins:
-                _require_same_quantised(name, held_numbers, held_scales, self._in_files(name))
-                return
-            numbers, scales = self._halves(name)
         require_same(name, held_numbers, numbers.get_shape(), numbers)
         require_same(f"{name}, scales", held_scales, scales.get_shape(), scales)
 
@@ -291,15 +273,17 @@ def _require_bits(name: str, view: Tensor, read: Tensor, index: tuple[slice, ...
         )
 
 
-def _require_same_quantised(name: str, numbers_NK: Tensor, scales_IJ: Tensor, wanted: _InFiles) -> None:
+def _require_same_quantised(
+    name: str, numbers_NK: Tensor, scales_IJ: Tensor, origin: Origin, file: TensorInFile
+) -> None:
     """Raise BackendFailed unless blocks of held numbers, with their scales, are what the files are quantised to: each
     is quantised once."""
     for index in _blocks(name, numbers_NK):
-        rows = index[0] if index else slice(len(numbers_NK))
-        blocks = slice(rows.start and rows.start // BLOCK, -(-rows.stop // BLOCK))
-        numbers, scales = wanted.read(blocks)
-        begin = (blocks.start or 0) * BLOCK
-        _require_bits(name, numbers_NK[begin : begin + len(numbers)], numbers, index)
+        (rows,) = index or (slice(0, len(numbers_NK)),)
+        blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        whole = slice(blocks.start * BLOCK, blocks.stop * BLOCK)
+        numbers, scales = quantise(origin.read(file, whole.start, whole.stop))
+        _require_bits(name, numbers_NK[whole], numbers, index)
         _require_bits(f"{name}, scales", scales_IJ[blocks], scales, index)
 
 
