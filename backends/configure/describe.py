@@ -159,15 +159,15 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     support = Support(renderer, config, device, source)
     if support.makes_fp8:
         log.info("%s: %s", source, MADE_FP8)
-    scratch_dir = config.scratch_dir / str(number)
+    scratch_dir, of_files = config.scratch_dir / str(number), fingerprint(directory)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
         across_dtype=config.cluster_gradients,
         name=name,
         source=source,
         directory=str(directory),
-        fingerprint=fingerprint(directory, "fp8" if support.makes_fp8 else None),
-        files_fingerprint=fingerprint(directory),
+        fingerprint=fingerprint(directory, "fp8") if support.makes_fp8 else of_files,
+        files_fingerprint=of_files,
         arch=renderer.config.model_type,
         vocab_size=renderer.vocab_size,
         takes_images=renderer.takes_images,
