@@ -58,7 +58,7 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
         lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
     )
     sums: list[Tensor] = []
-    is_safe = not sums_bits and optimizer.defaults["fused"] and _stays_finite(optimizer, adam, norm)
+    is_safe = not sums_bits and optimizer.defaults["fused"] and _stays_finite(optimizer, parameters, adam, norm)
     for pieces in () if is_safe else _pieces(parameters):
         stepped = _try_step(optimizer, pieces)
         if stepped is None or not all_finite(stepped):
@@ -76,13 +76,15 @@ def prepare_step(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor, *
     return sums
 
 
-def _stays_finite(optimizer: torch.optim.AdamW, adam: AdamParams, norm: Tensor) -> bool:
+def _stays_finite(
+    optimizer: torch.optim.AdamW, parameters: Iterable[nn.Parameter], adam: AdamParams, norm: Tensor
+) -> bool:
     """Return whether bounds on all numbers of a fused step, which needs no memory, show that it leaves finite ones.
 
     No gradient is larger than `norm`. A moment is a mean of the last one and of gradients or their squares. An update
     is at most learning_rate / (1 - beta1) x exp_avg / eps. The trial would read and write seven times as much.
     """
-    weights = [weight for weight in optimizer.param_groups[0]["params"] if weight.grad is not None and weight.numel()]
+    weights = [weight for weight in parameters if weight.numel()]
     states = [state for weight in weights if (state := optimizer.state.get(weight))]
     averages, squares = ([state[kind] for state in states] for kind in MOMENTS)
     if not weights or min(1 - adam.beta1, 1 - adam.beta2) < _LEAST_DECAY:
