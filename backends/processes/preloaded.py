@@ -118,7 +118,7 @@ async def fork(
 
 
 def _ask(
-    key: tuple[tuple[str, ...], frozenset[tuple[str, str]]],
+    key: _Key,
     env: Mapping[str, str],
     request: Request,
     fds: Sequence[int],
