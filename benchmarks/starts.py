@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import RANK
-from benchmarks.gpu_server import NAME, first_answer, recover
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.gpu_server import NAME, first_answer, prepare, recover
+from benchmarks.shapes import SHAPES
 from tests.servers import Server
 
 
@@ -30,9 +30,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or Path(folder) / "model"
-        if not model.exists():
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-                other.submit(make_model, model, SHAPES[given.shape]).result()
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            other.submit(prepare, model, SHAPES[given.shape]).result()
         server = Server(Path(folder) / "data", {NAME: model}, "--device", "cuda", *shlex.split(given.server))
         server.patience_s = 600
         try:
