@@ -74,8 +74,6 @@ _ENGINE = ("vllm.v1.engine.core", "tinker_server.backends.sampler.engine.vllm_pa
 FORKED: dict[str, Sequence[str]] = {_RANK: (), _SAMPLER: _ENGINE, _HOLDER: ()}
 """Modules that are imported once for all processes that run them, with what these need later; the others import for
 themselves."""
-_FORKED_ON_CUDA = {_RANK}
-"""Modules of which forks have run on a GPU. vLLM asks for GPUs while it is imported, which begins CUDA."""
 NO_DESCRIPTORS = MappingProxyType[str, int]({})
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of collectives, with what stands before its whole name."""
@@ -146,7 +144,7 @@ async def _start_module(
     """Run `main` of a module, which finds the number of the connection in its arguments: as a fork of a process that
     has imported its libraries, or as `python -m module FD`."""
     env, number = {**os.environ, **_WITHOUT_BARS, **own}, connection.fileno()
-    if module in (_FORKED_ON_CUDA if _CARDS in own else FORKED) and can_fork():
+    if module in FORKED and can_fork():
         return await fork(name, (module, *FORKED[module]), env, number, fds)
     env |= {variable: str(fd) for variable, fd in fds.items()}
     return await Guarded.start(name, [sys.executable, "-m", module, str(number)], env, [number, *fds.values()])

@@ -40,6 +40,7 @@ from tinker_server.backends.processes.progress import Progress
 from tinker_server.backends.processes.rpc import KeepWaiting, OnPart, serve
 from tinker_server.backends.sampler.engine.engine import check_version, engine_args, layout_args, with_own_links
 from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import staying
+from tinker_server.backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
 from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import parameters_of
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     def load_model(self) -> None:
         """Load the weights, and find where those of the files are."""
+        keep_gated_norms()
         if current_platform.is_cpu():
             from tinker_server.backends.sampler.engine.vllm_patches.cpu import share_on_cpu
 

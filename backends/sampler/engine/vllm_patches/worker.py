@@ -75,7 +75,6 @@ def _patch_process() -> None:
         patch()
     read_fp8()
     widen_heads()
-    keep_gated_norms()
     keep_images_whole()
     if is_cpu:
         patch_cpu()
@@ -132,6 +131,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def load_model(self, **kwargs: object) -> None:
         """Load the model, or map its weights, and mark the norms that add in float32."""
         self.phases.begin("reads weights")
+        keep_gated_norms()
         if self.vllm_config.load_config.load_format == "ipc_cache":
             map_weights()
             if current_platform.is_cpu():

@@ -182,6 +182,16 @@ async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
         await child.stop(grace_s=1)
 
 
+@pytest.mark.parametrize("module", [launcher._SAMPLER, launcher._HOLDER])
+def test_no_module_that_begins_cuda_is_imported_for_forks(module: str) -> None:
+    """Kernels of linear attention ask the card for its name as they are imported."""
+    program = "import importlib, sys; [*map(importlib.import_module, sys.argv[1:])]; print(*sys.modules)"
+    command = [sys.executable, "-c", program, module, *launcher.FORKED[module]]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert module in imported
+    assert not [name for name in imported if "flash_linear_attention" in name]
+
+
 @pytest.fixture
 def busy_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of engines and ranks, forks of a process that has imported the module of a busy child."""
