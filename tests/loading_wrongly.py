@@ -31,6 +31,11 @@ class LoadsWrongly(Worker):
         inner = [one for layer in layers for one in (*layer.w13_lora_b_stacked, *layer.w2_lora_a_stacked)]
         return {"hidden": [tuple(one.shape) for one in hidden], "inner": [tuple(one.shape) for one in inner]}
 
+    def types_of(self, ending: str) -> list[str]:
+        """The types of the weights whose names end so."""
+        weights = self.model_runner.get_model().named_parameters()
+        return [str(weight.dtype) for name, weight in weights if name.endswith(ending)]
+
 
 def _spoil(manager: Any, name: str, other: str, how: str, times: int) -> None:
     module = manager.modules[name]

@@ -1,4 +1,4 @@
-"""Models other than the one that all other tests share, in float32 on the CPU."""
+"""Models other than the one that all other tests share, on the CPU."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.engines import fork_sampler
 from tests.factories import make_renderer, prompt, words
-from tests.models import make_tiny_text, make_tiny_vl
+from tests.models import make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
 from tests.sampling import (
     RANKS,
     Reference,
@@ -16,6 +16,7 @@ from tests.sampling import (
     sample,
     sampler_config,
 )
+from tests.slots import running_engine
 from tinker_server.backends.sampler.pool import SamplerPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -43,3 +44,10 @@ async def test_other_models_with_adapters_on_the_head_are_those_of_peft(model, t
     for i, response in enumerate(responses):
         assert_close(response.prompt_logprobs, reference.prompt_logprobs(inputs[i], names[i % 6]))
         assert_sequence_close(response, reference, inputs[i], names[i % 6])
+
+
+async def test_the_gated_norm_of_linear_attention_is_in_float32(tmp_path):
+    source = make_tiny_qwen3_5(tmp_path / "model")
+    async with running_engine(source, make_renderer(source), tmp_path / "scratch") as engine:
+        (found,) = await engine.collective_rpc("types_of", args=("linear_attn.norm.weight",))
+    assert set(found) == {"torch.float32"}
