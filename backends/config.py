@@ -50,8 +50,9 @@ class BackendConfig(BaseModel):
     """Largest LoRA rank that a client may ask for. Trainer and engines reserve memory for it. If absent: 128, or less
     if memory is small."""
     models_at_once: int | None = Field(default=None, ge=1, le=64)
-    """LoRA models of the largest rank for which the trainer reserves memory. If absent: as many as fit, at most 8.
-    Further or smaller models use memory of the microbatches."""
+    """LoRA models of the largest rank for which the trainer reserves memory. If absent: 2 of rank 128, 4 of rank 64,
+    else 1; then as many as leave room for a KV cache of 128 sequences of 2,048 tokens, at most 8. Further or smaller
+    models use memory of the microbatches."""
     train_vision: bool = False
     """Train the vision tower too, except in models whose user_metadata has train_vision false."""
     lora_layout: Layout = "service"
@@ -84,7 +85,7 @@ class BackendConfig(BaseModel):
     running sequence. If absent: 256, or 64 if all GPUs have less than 28 GiB."""
     adapter_slots: int | None = Field(default=None, ge=1, le=64)
     """Adapters with which an engine decodes at once, each with memory for the largest rank. Further adapters take turns
-    in these slots. If absent: as many as models_at_once."""
+    in these slots. If absent: as many as models_at_once, or up to 4 that leave room for the same KV cache."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """KV cache of an engine. If absent: on a CPU two whole contexts, at least 512 MiB; on CUDA one context, and part of
     the remaining memory."""

@@ -38,8 +38,9 @@ The tables show, for each model and card, the smallest number of cards that can 
 settings. The server trains and samples the model on these cards at the same time.
 
 A cell shows the number of cards, the longest context, the largest LoRA rank, and the number of models of this rank that
-train at once. A dash means that eight cards of one machine are too few. With `*`, inputs of layers that recompute
-[wait in main memory](operating.md#small-cards).
+have memory of their own while they train; [further models](operating.md#options-of-the-plan) share what is left. A dash
+means that eight cards of one machine are too few. With `*`, inputs of layers that recompute [wait in main
+memory](operating.md#small-cards).
 
 """
 IN_FP8 = {

@@ -5,7 +5,8 @@ in its trainer and once in each engine of its sampler, several trainer ranks sha
 all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
 settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
 the default context, trainer and engine on the same GPUs rather than apart; then ranks and engines on all GPUs, which
-the models have evenly between them; then the largest rank; then the most models at once. On each GPU what is left over
+the models have evenly between them; then the largest rank; then the most slots and models at once that leave room for
+a usual KV cache. On each GPU what is left over
 is divided evenly among its models: a trainer takes at most half of it, for microbatches that recompute nothing, and
 the KV cache the rest.
 """
@@ -48,6 +49,11 @@ RECIPES_RANK = 32
 SEVERAL_RANKS, MOST_MODELS = 256, 8
 """By default the rank is the largest above RECIPES_RANK of which SEVERAL_RANKS // rank models fit. MOST_MODELS: at most
 so many models."""
+MOST_SLOTS = 4
+"""Slots of adapters, if there are not more models."""
+USUAL_SEQUENCES, USUAL_TOKENS = 128, 2048
+"""Sequences, and tokens of each, that the KV cache should hold before there are more models and slots. These can take
+turns, and a trainer's further models take memory of the microbatches, but an engine never gets more cache."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class _Open:
     context: int
     lora_rank: int
     models_at_once: int = 1
+    adapter_slots: int = 1
     offloads_inputs: bool = False
 
 
@@ -205,7 +212,8 @@ class _Search:
         return plan
 
     def enlarge(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
-        """Return the plan with the largest rank and the most models that fit on the same GPUs."""
+        """Return the plan with the largest rank that fits on the same GPUs; then with the most slots and models that
+        leave room for a usual KV cache."""
         config = self._config
         ranks = () if config.max_lora_rank else tuple(rank for rank in LORA_RANKS if rank > wish.lora_rank)
         for rank in ranks:
@@ -214,13 +222,28 @@ class _Search:
             if larger.missing_bytes <= 0:
                 plan, wish = larger, replace(wish, lora_rank=rank, models_at_once=several)
                 break
-        counts = () if config.models_at_once else range(wish.models_at_once + 1, MOST_MODELS + 1)
-        for count in counts:
-            more = self._recount(plan, replace(wish, models_at_once=count))
-            if more.missing_bytes > 0:
-                break
-            plan = more
+        slots = () if config.adapter_slots else range(wish.models_at_once + 1, MOST_SLOTS + 1)
+        models = () if config.models_at_once else range(wish.models_at_once + 1, MOST_MODELS + 1)
+        for name, counts in (("adapter_slots", slots), ("models_at_once", models)):
+            for count in counts:
+                more = self._recount(plan, replace(wish, **{name: count}))
+                if not self._leaves_cache(more):
+                    break
+                plan, wish = more, replace(wish, **{name: count})
         return plan
+
+    def _leaves_cache(self, plan: MemoryPlan) -> bool:
+        """Return whether a plan fits, and each engine has room for a usual KV cache besides."""
+        more = dict.fromkeys(range(len(plan.totals)), 0)
+        for size in self._sizes if self._device == "cuda" else ():
+            demand = plan.demands[size.name]
+            for engine in plan.layouts[size.name].engines if demand.kv_cache_bytes is None else ():
+                usual = size.context_bytes(min(USUAL_TOKENS, demand.context), len(engine))
+                usual *= min(USUAL_SEQUENCES, demand.max_sequences)
+                least = size.kv_cache_bytes(demand.context, len(engine), self._device)
+                for gpu in engine:
+                    more[gpu] += max(0, usual - least) // len(engine)
+        return all(plan.of(gpu) + cache <= plan.totals[gpu] for gpu, cache in more.items())
 
     def short_cache(self, plan: MemoryPlan) -> str | None:
         """Return the reason why an engine's KV cache, of the size that is set, cannot hold a whole context, or None."""
@@ -262,7 +285,7 @@ class _Search:
             context=min(size.longest_context, wish.context),
             lora_rank=wish.lora_rank,
             models_at_once=wish.models_at_once,
-            adapter_slots=config.adapter_slots or wish.models_at_once,
+            adapter_slots=config.adapter_slots or max(wish.adapter_slots, wish.models_at_once),
             microbatch_tokens=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[self._device],
             max_sequences=self._steps.sequences,
             kv_cache_bytes=config.kv_cache_bytes,

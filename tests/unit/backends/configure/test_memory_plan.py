@@ -39,7 +39,7 @@ from tinker_server.backends.configure.memory_plan import (
     trainer_parts,
 )
 from tinker_server.backends.configure.nearest_fit import plan_or_suggest, suggestions
-from tinker_server.backends.configure.placement import make_plan, placement
+from tinker_server.backends.configure.placement import MOST_SLOTS, USUAL_SEQUENCES, USUAL_TOKENS, make_plan, placement
 from tinker_server.backends.families.lora_names import find_trained_modules
 from tinker_server.backends.families.registry import find_family
 from tinker_server.backends.model_spec import Device
@@ -194,7 +194,6 @@ def test_a_base_is_shared_only_where_trainer_and_engine_have_it_whole() -> None:
 def test_slots_and_models_are_as_many_as_there_is_room_for() -> None:
     found = {gpus: plan("8b-text", gpus).demands["8b-text"] for gpus in ("A100", "H200")}
     assert found["H200"].lora_rank == 128 and found["H200"].models_at_once > found["A100"].models_at_once >= 1
-    assert all(one.adapter_slots == one.models_at_once for one in found.values())
     asked = plan("8b-text", "H200", models_at_once=2, adapter_slots=3, max_lora_rank=16).demands["8b-text"]
     assert (asked.models_at_once, asked.adapter_slots, asked.lora_rank) == (2, 3, 16)
     assert part(plan("8b-text", "H200", adapter_slots=3, max_lora_rank=16), "engine", "adapter slots") == 4 * shape(
@@ -202,15 +201,32 @@ def test_slots_and_models_are_as_many_as_there_is_room_for() -> None:
     ).slot_bytes(16)
 
 
-@pytest.mark.parametrize(("gib", "rank", "models"), [(139, 128, 8), (96, 128, 2), (90, 32, 4), (80, 32, 2)])
+@pytest.mark.parametrize(
+    ("gib", "rank", "models", "slots"), [(139, 128, 6, 6), (96, 128, 2, 2), (90, 32, 1, 4), (80, 32, 1, 1)]
+)
 def test_the_largest_rank_is_128_where_two_models_of_it_fit_and_64_where_four_do(
-    gib: int, rank: int, models: int
+    gib: int, rank: int, models: int, slots: int
 ) -> None:
     """Qwen3.5-9B, of which the cookbook distils with rank 128."""
     (found,) = plan_or_suggest(
         [shape("9b")], BackendConfig(base_copies=2), Machine(0, [gib * GIB], ["card"]), "cuda"
     ).demands.values()
-    assert (found.lora_rank, found.models_at_once, found.adapter_slots) == (rank, models, models)
+    assert (found.lora_rank, found.models_at_once, found.adapter_slots) == (rank, models, slots)
+
+
+@pytest.mark.parametrize("name", ["4b", "8b-text", "30b-a3b", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-35B-A3B"])
+def test_more_models_and_slots_leave_the_cache_room_for_usual_sequences(name: str) -> None:
+    size = shape(name)
+    for gib in (100, 139, 180):
+        machine, config = Machine(0, [gib * GIB], ["card"]), BackendConfig(max_lora_rank=32)
+        (found,) = (whole := plan_or_suggest([size], config, machine, "cuda")).demands.values()
+        cache = part(whole, "engine", "KV cache") + part(whole, "engine", "more KV cache")
+        free = cache + part(whole, "trainer", "more for microbatches")
+        if (found.models_at_once, found.adapter_slots) == (1, 1):
+            continue
+        assert free >= USUAL_SEQUENCES * size.context_bytes(USUAL_TOKENS, 1)
+        if found.models_at_once > 1:
+            assert found.adapter_slots >= MOST_SLOTS
 
 
 def test_a_cache_that_is_set_is_planned_as_it_is_and_the_trainer_has_the_rest() -> None:
