@@ -144,7 +144,9 @@ async def _start_module(
     """Run `main` of a module, which finds the number of the connection in its arguments: as a fork of a process that
     has imported its libraries, or as `python -m module FD`."""
     env, number = {**os.environ, **_WITHOUT_BARS, **own}, connection.fileno()
-    if module in FORKED and can_fork():
+    # An engine with ranks on several GPUs has not run as a fork.
+    is_divided = module == _SAMPLER and "," in own.get(_CARDS, "")
+    if module in FORKED and not is_divided and can_fork():
         return await fork(name, (module, *FORKED[module]), env, number, fds)
     env |= {variable: str(fd) for variable, fd in fds.items()}
     return await Guarded.start(name, [sys.executable, "-m", module, str(number)], env, [number, *fds.values()])
