@@ -127,8 +127,17 @@ class ModelSpec(BaseModelInfo):
         return self.base_precision == "fp8" and not self.is_quantised
 
     @property
+    def divides_base(self) -> bool:
+        """True if the ranks of the engine have the one copy of the base between them, and those of the trainer map
+        it."""
+        return self.base_copies == 1 and self.tensor_parallel > 1
+
+    @property
     def base_gpus(self) -> tuple[int | None, ...]:
-        """The GPUs that have the base, by the server's numbers; one of no number if none was chosen, as on the CPU."""
+        """The GPUs that have the base, by the server's numbers; one of no number if none was chosen, as on the CPU,
+        where parts of a divided one have the numbers of the engine's ranks."""
+        if self.divides_base:  # by rank
+            return self.placement.engines[0] or tuple(range(self.tensor_parallel))
         numbers = {gpu for gpus in (self.placement.gpus, *self.placement.engines) for gpu in gpus}
         return tuple(sorted(numbers)) or (None,)
 

@@ -2,6 +2,7 @@
 switch off the trainer's fastest attention."""
 
 import logging
+import math
 import pickle
 import random
 import socket
@@ -9,16 +10,18 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinker_server.backends.base_weights.name_map import View
+from tinker_server.backends.base_weights.divided import StandIns
+from tinker_server.backends.base_weights.name_map import Part, View
 from tinker_server.backends.base_weights.shared_memory import SharedTensor
 from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.base_files import weight_files
@@ -29,6 +32,7 @@ from tinker_server.backends.formats.packed import byte_shape
 from tinker_server.backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 GET_VIEWS = {"cmd": "get_views"}
 """A request to the holder, answered with `tensors` and `views`."""
 Handle = SharedTensor | tuple[Callable[..., Tensor], tuple[object, ...]]
@@ -178,11 +182,31 @@ class Files:
         require_same(f"{name}, scales", held_scales, scales.get_shape(), scales)
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What a holder has of a model's files."""
+
+    tensors: Mapping[str, Tensor]
+    """The engine's, by its names."""
+    views: Mapping[str, View]
+    """Where it has the files' tensors that it has whole, by their names."""
+    divided: Mapping[str, View]
+    """Where an engine of one rank would have those that ranks have between them."""
+    parts: Mapping[str, Sequence[Part]]
+    """The parts of them that are here."""
+
+
 def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
-    """Ask the holder for its weights; return each tensor of the files that is among them, by its name there.
+    """Ask the holder for its weights; return each tensor of the files that is whole among them, by its name there.
 
     They share the holder's memory, and must not be written to. Raises BackendFailed.
     """
+    held = _ask(base_socket, device)
+    return {name: view.of(held.tensors[view.tensor]) for name, view in held.views.items()}
+
+
+def _ask(base_socket: Path, device: torch.device) -> _Held:
+    """Ask a holder for what it has, and map that."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_TIMEOUT_S)
@@ -196,9 +220,8 @@ def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
         raise BackendFailed(f"the process that holds the weights does not answer at {base_socket}: {error}") from None
     if answer["status"] != "ok":
         raise BackendFailed(f"the process that holds the weights gives none: {answer['message']}")
-    views: Mapping[str, View] = answer["views"]
-    wholes = {name: _map(shared, device) for name, shared in answer["tensors"].items()}
-    return {name: view.of(wholes[view.tensor]) for name, view in views.items()}
+    tensors = {name: _map(shared, device) for name, shared in answer["tensors"].items()}
+    return _Held(tensors, answer["views"], answer["divided"], answer["parts"])
 
 
 def _map(shared: Handle, device: torch.device) -> Tensor:
@@ -216,44 +239,120 @@ class BaseTensors:
     mapped: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
     """Read into memory of this process."""
+    stand_ins: StandIns
+    """For those that ranks have between them."""
 
-    def num_own_bytes(self, parameters: Iterable[Tensor]) -> int:
-        """Return the bytes of those parameters that are in no mapped memory."""
-        storages = {_storage(one) for one in self.mapped.values()}
-        return sum(parameter.nbytes for parameter in parameters if _storage(parameter) not in storages)
+    def all(self) -> dict[str, Tensor]:
+        """Return every tensor, or its stand-in."""
+        return {**self.mapped, **self.own, **self.stand_ins.tensors()}
+
+    def joined_views(self) -> "JoinedViews":
+        """Return the mode in which what is mapped, or stood in for, is not copied."""
+        return JoinedViews({**self.mapped, **self.stand_ins.tensors()})
+
+    @cached_property
+    def _mapped_storages(self) -> set[int]:
+        return {_storage(one) for one in self.mapped.values()}
+
+    def has_mapped(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in mapped memory."""
+        return _storage(tensor) in self._mapped_storages
 
 
-def map_tensors(
-    directory: Path, base_socket: Path, device: torch.device, dtype: torch.dtype, staying: Collection[str] = ()
-) -> BaseTensors:
-    """Return all tensors of the model's files, mapped where the holder has them, else read into own memory; those of
-    `staying` packed.
+def alone(value: T) -> list[T]:
+    """Return the values of all ranks that map a copy of a base, if it is one."""
+    return [value]
 
-    Raises BackendFailed where a sample of a mapped tensor is not what the files say: numbers would be wrong.
+
+@dataclass(frozen=True)
+class Source:
+    """A model's files, and what holds their tensors for this rank."""
+
+    directory: Path
+    base_socket: Path
+    device: torch.device
+    dtype: torch.dtype
+    staying: Collection[str] = ()
+    """Names of the tensors that stay packed."""
+
+
+def map_tensors(source: Source, exchange: Callable[[object], list[Any]] = alone) -> BaseTensors:
+    """Return all tensors of the model's files, mapped where the holder has them, else read into own memory.
+
+    `exchange` returns the values of all ranks that have the base between them: all map the same. Raises BackendFailed
+    where a sample of what is mapped is not what the files say: numbers would be wrong.
     """
-    views = map_views(base_socket, device)
-    mapped, own = {}, {}
-    with Files(directory, dtype, staying) as files:
+    held = _ask(source.base_socket, source.device)
+    with Files(source.directory, source.dtype, source.staying) as files:
         layouts = files.layouts()
+
+        def is_good(name: str, tensor: str) -> bool:
+            return name in layouts and _is_as_good(held.tensors[tensor], layouts[name], source.dtype)
+
+        views = {name: view for name, view in held.views.items() if is_good(name, view.tensor)}
+        parts = {
+            name: found
+            for name, found in held.parts.items()
+            if all(is_good(name, part.view.tensor) for part in found)
+        }
+        everyones: list[tuple[set[str], Mapping[str, Sequence[Part]]]] = exchange((set(views), parts))
+        whole = set.intersection(*(of_rank for of_rank, _ in everyones))
+        divided = set.intersection(*(set(of_rank) for _, of_rank in everyones))
+        mapped, own = {}, {}
         for name in files.names():
-            view = views.get(name)
-            if view is not None and _is_as_good(view, layouts[name][1], dtype):
-                if name in staying:
-                    files.require_same_packed(name, view)
-                else:
-                    require_same(name, view, layouts[name][0], files.slice(name))
-                mapped[name] = view
+            if name in whole:
+                mapped[name] = views[name].of(held.tensors[views[name].tensor])
+                _require_whole(files, name, mapped[name], layouts[name][0], stays=name in source.staying)
+            elif name in divided:
+                for part in parts[name]:
+                    _require_part(files, name, part, held.tensors[part.view.tensor])
             else:
-                log.info("%s: the trainer keeps its own copy of %s", directory, name)
+                log.info("%s: the trainer keeps its own copy of %s", source.directory, name)
                 own[name] = files.tensor(name)
-    return BaseTensors(mapped, own)
+    of_ranks = [found for _, found in everyones]
+    return BaseTensors(mapped, own, StandIns({n: held.divided[n] for n in sorted(divided)}, of_ranks, held.tensors))
 
 
-def _is_as_good(view: Tensor, file_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether the trainer may have a tensor as the engine has it. A small tensor, which it may keep more exactly
-    than its matrices, only if nothing was rounded."""
-    is_exact = torch.promote_types(view.dtype, file_dtype) == view.dtype
-    return is_exact or (view.dtype == dtype and view.numel() > _SMALL)
+def _require_whole(files: Files, name: str, view: Tensor, shape: Sequence[int], *, stays: bool) -> None:
+    if stays:
+        files.require_same_packed(name, view)
+    else:
+        require_same(name, view, shape, files.slice(name))
+
+
+def _require_part(files: Files, name: str, part: Part, held: Tensor) -> None:
+    require_same(name, part.view.of(held), part.view.shape, _PartInFile(files.slice(name), part.index))
+
+
+@dataclass(frozen=True)
+class _PartInFile:
+    """A part of a tensor, of which parts are read."""
+
+    whole: TensorInFile
+    place: tuple[slice, ...]
+
+    def get_shape(self) -> list[int]:
+        """Return the sizes of its dimensions."""
+        return [place.stop - place.start for place in self.place]
+
+    def get_dtype(self) -> str:
+        """Return its type, as the file names it."""
+        return self.whole.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> Tensor:
+        """Read a part of the part."""
+        inner = () if index is Ellipsis else index
+        moved = [slice(at.start + one.start, at.start + one.stop) for at, one in zip(self.place, inner, strict=False)]
+        rows = self.whole[(*moved, *self.place[len(inner) :])[:-1]] if len(self.place) > 1 else self.whole[...]
+        return rows[..., self.place[-1]]
+
+
+def _is_as_good(held: Tensor, layout: tuple[tuple[int, ...], torch.dtype], dtype: torch.dtype) -> bool:
+    """Return whether the trainer may have a tensor of this layout as the engine has it. A small tensor, which it may
+    keep more exactly than its matrices, only if nothing was rounded."""
+    shape, file_dtype = layout
+    is_exact = torch.promote_types(held.dtype, file_dtype) == held.dtype
+    return is_exact or (held.dtype == dtype and math.prod(shape) > _SMALL)
 
 
 def require_same(name: str, view: Tensor, shape: Sequence[int], file: TensorInFile) -> None:

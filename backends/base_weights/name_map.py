@@ -2,7 +2,8 @@
 
 Query, key and value are row slices of a tensor there, experts are slices of a stack, and some tensors are transposed.
 The map is not written down for any kind of model: each copy from a tensor of the files into a tensor of the engine's
-is recorded, and copies of a tensor are joined if they form a single view. Knows neither vLLM nor transformers.
+is recorded, and copies of a tensor are joined if they form a single view. Of an engine of several ranks, each has parts
+of some tensors. Knows neither vLLM nor transformers.
 """
 
 import math
@@ -43,6 +44,20 @@ class View:
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a tensor of the files, as a view of an engine's tensor: what one of its ranks has of it."""
+
+    begin: tuple[int, ...]
+    """Index in the files' tensor of the first number."""
+    view: View
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part's place in the files' tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.begin, self.view.shape, strict=True))
+
+
 def trace_loading(
     load: Callable[[Iterable[tuple[str, Tensor]]], object],
     parameters: Mapping[str, Tensor],
@@ -53,6 +68,59 @@ def trace_loading(
     `load` takes names and tensors of the files, as vLLM's load_weights does, and `parameters` are on the meta device.
     A tensor that is computed with before it is copied or in its place, or whose copies are no single view, is left out.
     """
+    found = _trace(load, parameters, files)
+    views = {}
+    for name, copies in found.copies.items():
+        into = copies[0].into
+        if all(copy.into == into for copy in copies):
+            pairs = [(copy.source, copy.target) for copy in copies]
+            view = _join(into, found.sources[name], parameters[into], pairs)
+            if view is not None:
+                views[name] = view
+    return views
+
+
+def trace_parts(
+    load: Callable[[Iterable[tuple[str, Tensor]]], object],
+    parameters: Mapping[str, Tensor],
+    files: Mapping[str, tuple[Sequence[int], torch.dtype]],
+) -> dict[str, list[Part]]:
+    """Return, as `trace_loading`, the parts of each tensor of the files that `load` copies into `parameters`, which are
+    those of one rank. A tensor of which a copy is no view is left out; a rank may have nothing of some."""
+    found = _trace(load, parameters, files)
+    parts = {}
+    for name, copies in found.copies.items():
+        file = found.sources[name]
+        of_copies = [_part(copy.into, file, parameters[copy.into], copy.source, copy.target) for copy in copies]
+        if all(part is not None for part in of_copies):
+            parts[name] = [part for part in of_copies if part is not None]
+    return parts
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy from a part of a tensor of the files into a part of the parameter `into`."""
+
+    into: str
+    source: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What a loading has copied."""
+
+    sources: Mapping[str, Tensor]
+    """The files' tensors."""
+    copies: Mapping[str, Sequence[_Copy]]
+    """By the files' tensor, but those into parameters that were computed with."""
+
+
+def _trace(
+    load: Callable[[Iterable[tuple[str, Tensor]]], object],
+    parameters: Mapping[str, Tensor],
+    files: Mapping[str, tuple[Sequence[int], torch.dtype]],
+) -> _Traced:
     sources = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (shape, dtype) in files.items()}
     targets: dict[int, str] = {}
     for name, parameter in parameters.items():
@@ -60,21 +128,15 @@ def trace_loading(
     with _Copies() as traced:
         load(iter(sources.items()))
     names = {_storage(tensor): name for name, tensor in sources.items()}
-    copies: dict[str, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
+    copies: dict[str, list[_Copy]] = defaultdict(list)
     computed: set[str] = set()  # as Mamba2's A, minus the exponential of what was copied there before
     for source, target in traced.found:
         if _storage(source) in names and _storage(target) in targets:
-            copies[names[_storage(source)]].append((targets[_storage(target)], source, target))
+            copies[names[_storage(source)]].append(_Copy(targets[_storage(target)], source, target))
         elif _storage(target) in targets:
             computed.add(targets[_storage(target)])
-    views = {}
-    for name, found in copies.items():
-        into = found[0][0]
-        if into not in computed and all(other == into for other, _, _ in found):
-            view = _join(into, sources[name], parameters[into], [pair for _, *pair in found])
-            if view is not None:
-                views[name] = view
-    return views
+    right = {name: of for name, of in copies.items() if all(copy.into not in computed for copy in of)}
+    return _Traced(sources, right)
 
 
 class _Copies(TorchDispatchMode):
@@ -94,7 +156,8 @@ class _Copies(TorchDispatchMode):
         """Run an operator, and record it if it is a copy: torch's hook."""
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
-            self.found.append((source, target))
+            if source.numel():
+                self.found.append((source, target))
             if source.is_meta:  # a few parameters are made with memory, whatever device is the default
                 return target
         return func(*args, **(kwargs or {}))
@@ -133,8 +196,28 @@ def _join(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Tens
     return View(name, tuple(file.shape), stride, begin, tuple(whole.shape), whole.stride()) if begin >= 0 else None
 
 
+def _part(name: str, file: Tensor, whole: Tensor, source: Tensor, target: Tensor) -> Part | None:
+    """Return the part of `file` that a copy has put into `whole`; None if it is no view."""
+    dims = _dims(file, source, target) if source.shape == target.shape else None
+    if dims is None:
+        return None
+    shape = tuple(dims[dim][0] if dim in dims else 1 for dim in range(file.dim()))
+    stride = tuple(dims[dim][1] if dim in dims else 1 for dim in range(file.dim()))
+    if math.prod(shape) != source.numel() or min(stride, default=1) < 1:
+        return None
+    offset = int(target.storage_offset()) - int(whole.storage_offset())
+    begin = _index(file, int(source.storage_offset()))
+    return Part(begin, View(name, shape, stride, offset, tuple(whole.shape), whole.stride()))
+
+
 def _strides(file: Tensor, source: Tensor, target: Tensor) -> dict[int, int] | None:
     """Return the target's stride for each dimension of `file` in which `source`, a part of it, has several numbers."""
+    dims = _dims(file, source, target)
+    return None if dims is None else {dim: step for dim, (_, step) in dims.items()}
+
+
+def _dims(file: Tensor, source: Tensor, target: Tensor) -> dict[int, tuple[int, int]] | None:
+    """Return, for each dimension of `file` in which `source` has several numbers, how many, and the target's stride."""
     by_stride = {step: dim for dim, (step, size) in enumerate(zip(file.stride(), file.shape, strict=True)) if size > 1}
     found = {}
     for size, step, target_step in zip(source.shape, source.stride(), target.stride(), strict=True):
@@ -143,10 +226,10 @@ def _strides(file: Tensor, source: Tensor, target: Tensor) -> dict[int, int] | N
             dim = by_stride.get(step)
             if dim is None:
                 return None
-            found[dim] = target_step
             here = math.gcd(left, file.shape[dim]) if left > file.shape[dim] else left
             if left > here and here != file.shape[dim]:
                 return None
+            found[dim] = here, target_step
             left, step, target_step = left // here, step * here, target_step * here
     return found
 

@@ -289,7 +289,8 @@ async def launch_holders(spec: ModelSpec) -> list[Child]:
 
 def holder_name(spec: ModelSpec, gpu: int | None) -> str:
     """Return the name of the process that holds a base's weights on a GPU."""
-    return f"weights {spec.name}" + ("" if gpu is None else f" GPU {gpu}")
+    place = "GPU" if spec.device == "cuda" else "rank"
+    return f"weights {spec.name}" + ("" if gpu is None else f" {place} {gpu}")
 
 
 async def start_all(launches: Iterable[Awaitable[list[Child]]]) -> list[Child]:

@@ -22,6 +22,7 @@ from tinker_server.backends.protocol import BackendFailed, Unavailable
 from tinker_server.backends.sampler.checks import MAX_TOPK
 from tinker_server.backends.sampler.engine.fair_admission import RESERVE
 from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import make_quantization_config
+from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import SOCKETS
 from tinker_server.backends.sampler.engine.vllm_patches.targets import EXECUTOR, PATCHES
 
 VLLM_VERSION = "0.32.0"
@@ -100,9 +101,11 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
 
 
 def _mapping_args(config: ModelSpec) -> dict[str, object]:
-    """Have the engine map the weights that the holder on its GPU has, and wait for them before it allocates memory."""
-    gpu = next(iter(config.placement.engines[0]), None)
-    loader = {"socket_path": str(config.base_socket(gpu)), "fallback": False, "state_timeout_s": HOLDER_PATIENCE_S}
+    """Have the engine map the weights that the holder on its GPU has, and wait for them before it allocates memory.
+    Of several ranks each has its own socket (`vllm_patches/mapped_weights.py:choose_socket`)."""
+    gpus = config.base_gpus if config.divides_base else [next(iter(config.placement.engines[0]), None)]
+    sockets = SOCKETS.join(str(config.base_socket(gpu)) for gpu in gpus)
+    loader = {"socket_path": sockets, "fallback": False, "state_timeout_s": HOLDER_PATIENCE_S}
     args: dict[str, object] = {"load_format": "ipc_cache", "model_loader_extra_config": loader}
     return args | layout_args(config)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_cache.daemon import WeightCacheDaemon, export_entries, export_model_attrs
@@ -32,7 +32,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 import tinker_server.backends.sampler.engine.vllm_patches.worker  # noqa: F401 - changes layers before they are made, as in the engine
 from tinker_server.backends.base_weights.commands import Hold
 from tinker_server.backends.base_weights.mapped import GET_VIEWS, Files, Handle
-from tinker_server.backends.base_weights.name_map import View, trace_loading
+from tinker_server.backends.base_weights.name_map import Part, View, trace_loading, trace_parts
 from tinker_server.backends.base_weights.shared_memory import PickledAsTensor, SharedTensor, share
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import ModelSpec
@@ -54,9 +54,17 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         self._socket.parent.mkdir(mode=0o700, exist_ok=True)
         self._spec = spec = with_own_links(spec, self._socket.with_suffix(".files"))
         self._views: dict[str, View] = {}
+        self._divided: dict[str, View] = {}
+        """Where an engine of one rank would have what ranks have between them."""
+        self._parts: dict[str, list[Part]] = {}
+        """Where this rank has its parts of it."""
         self._shared: dict[int, SharedTensor] = {}
+        self._seat = (spec.base_gpus.index(gpu), spec.tensor_parallel) if spec.divides_base else (0, 1)
+        """The engine's rank whose weights these are, and how many there are."""
         meeting = f"file://{self._socket.with_suffix(f'.{os.getpid()}')}"
-        super().__init__(holder_config(spec), 0, 0, meeting, socket_dir=str(self._socket.parent))
+        super().__init__(holder_config(spec), self._seat[0], 0, meeting, socket_dir=str(self._socket.parent))
+        # vLLM would have it wait for the others, with whom it has nothing to do.
+        self.global_rank, self.world_size, self.tp_size = 0, 1, 1
 
     @property
     def _socket_path(self) -> str:
@@ -78,13 +86,37 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             super().load_model()
         config = self.vllm_config.model_config
         with Files(Path(self._spec.directory), config.dtype, staying(config)) as files:
-            found = find_views(holder_config(self._spec), files)  # layers are registered with a configuration, once
+            # Layers are registered with a configuration, once.
+            found = find_views(holder_config(replace(self._spec, tensor_parallel=1)), files)
+            if self._seat[1] > 1:
+                found = self._divide(found, files)
         held = parameters_of(self._loaded)
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}
         for name in found.keys() - self._views.keys():
             log.warning(
                 "%s: %s has another layout than its file: the trainer keeps its own copy", self._spec.directory, name
             )
+
+    def get_model(self) -> nn.Module:
+        """Make vLLM's model with this rank's weights."""
+        with seated(*self._seat):
+            model: nn.Module = super().get_model()
+        return model
+
+    def _divide(self, views: Mapping[str, View], files: Files) -> dict[str, View]:
+        """Find the parts of this rank; return the views of what it has whole."""
+        with seated(*self._seat), make_on_meta(holder_config(self._spec)) as model:
+            parts = trace_parts(model.load_weights, parameters_of(model), files.layouts())
+        held, wholes = parameters_of(self._loaded), {}
+        for name, view in views.items():
+            found = parts.get(name, [])  # a rank may have nothing of a vocabulary
+            if not all(part.view.fits(held[part.view.tensor]) for part in found):
+                continue
+            if len(found) == 1 and found[0].view.shape == view.shape:
+                wholes[name] = found[0].view
+            else:
+                self._divided[name], self._parts[name] = view, found
+        return wholes
 
     @property
     def _loaded(self) -> nn.Module:
@@ -96,7 +128,8 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         """Answer one request. The weights are never released."""
         request = recv_msg(conn)
         if request == GET_VIEWS:
-            send_msg(conn, {"status": "ok", "tensors": self._export(), "views": self._views})
+            parts = {"divided": self._divided, "parts": self._parts}
+            send_msg(conn, {"status": "ok", "tensors": self._export(), "views": self._views, **parts})
         elif request["cmd"] == "get_state" and self._shared:
             self._send_shared_state(conn, request)
         elif request["cmd"] == "get_state":
@@ -109,7 +142,8 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
     def _export(self) -> dict[str, Handle]:
         """Return handles of the tensors that have views, which are one consumer's."""
         held = parameters_of(self._loaded)
-        names = {view.tensor for view in self._views.values()}
+        parts = (part.view for found in self._parts.values() for part in found)
+        names = {view.tensor for view in (*self._views.values(), *parts)}
         if self._shared:
             return {name: self._shared[id(held[name])] for name in names}
         # Parameters of vLLM's own classes would have a trainer import vLLM.
@@ -149,6 +183,19 @@ def join_alone(config: VllmConfig, meeting: str) -> None:
     )
     with set_current_vllm_config(config):
         ensure_model_parallel_initialized(1, 1)
+
+
+@contextmanager
+def seated(rank: int, num_ranks: int) -> Iterator[None]:
+    """Have vLLM's layers take this process for one of several ranks, while they are made and loaded: none needs the
+    others for that."""
+    group = get_tp_group()
+    alone = group.rank_in_group, group.world_size
+    group.rank_in_group, group.world_size = rank, num_ranks
+    try:
+        yield
+    finally:
+        group.rank_in_group, group.world_size = alone
 
 
 def find_views(config: VllmConfig, files: Files) -> dict[str, View]:

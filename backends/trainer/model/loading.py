@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Protocol, TypedDict, cast
@@ -22,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from tinker_server.backends.base_weights.mapped import BaseTensors, Files, JoinedViews, map_tensors
+from tinker_server.backends.base_weights.mapped import BaseTensors, Files, Source, alone, map_tensors
 from tinker_server.backends.families.coverage import find_packed
 from tinker_server.backends.families.deepseek_v3 import not_loaded
 from tinker_server.backends.families.family import Family
@@ -34,10 +35,11 @@ from tinker_server.backends.formats.model_files import quantisation, tensor_byte
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.processes.progress import Progress
 from tinker_server.backends.protocol import BackendFailed
-from tinker_server.backends.trainer.distributed import Root, World, shard
+from tinker_server.backends.trainer.distributed import Root, World, gather_objects, shard
 from tinker_server.backends.trainer.lora.experts import StackedExperts
 from tinker_server.backends.trainer.lora.packed_fp8 import PackedExperts, PackedLinear
 from tinker_server.backends.trainer.model import attention
+from tinker_server.backends.trainer.model.held_shards import HeldShard, stand_in, without_memory
 from tinker_server.backends.trainer.model.own_precision import keeping_precision
 from tinker_server.backends.trainer.model.stacked_experts import Readable, stacked_shapes, with_stacked_experts
 
@@ -86,7 +88,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
         found_config = AutoConfig.from_pretrained(config.directory)
         staying = find_packed(family, found_config, config.directory, config.base_precision)
     tensors = None if config.base_dir is None else _mapped(config, world, dtype, staying)
-    shards = _Shards(world.machine, is_sharded=is_sharded)
+    shards = _Shards(world.machine, tensors, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
         arguments: dict[str, object] = {"dtype": dtype, "attn_implementation": attention_name}
@@ -103,12 +105,15 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
         _pack_modules(model, [name for name, shape in staying.items() if len(shape) == 2], world.device)
         for name, weight in _read_packed(config, staying, tensors):
             own[name] = shards.cut(weight)
+    if tensors is not None:
+        tensors.stand_ins.require_all_found(config.directory)
+    _replace(model, lambda name, one: _marked(own[name], one))
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
     if is_sharded:
         shard(root, model.get_decoder().layers, world.machine)
-    _fill(model, own)
+    _replace(model, lambda name, placeholder: _filled(own[name], placeholder))
     if tensors is not None:
         _require_mapped(tensors, model, config.directory)
     return root
@@ -116,9 +121,11 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
 
 def _mapped(config: ModelSpec, world: World, dtype: torch.dtype, staying: Collection[str]) -> BaseTensors:
     """Return the files' tensors, of the holder on this rank's GPU."""
-    gpus = config.placement.gpus
-    base_socket = config.base_socket(gpus[world.machine.rank] if gpus else None)
-    return map_tensors(Path(config.directory), base_socket, world.device, dtype, staying)
+    machine, gpus = world.machine, config.placement.gpus
+    on_cpu = machine.rank if config.divides_base else None
+    base_socket = config.base_socket(gpus[machine.rank] if gpus else on_cpu)
+    source = Source(Path(config.directory), base_socket, world.device, dtype, staying)
+    return map_tensors(source, partial(gather_objects, world=machine) if config.divides_base else alone)
 
 
 def _model(
@@ -136,9 +143,8 @@ def _model(
     is_fp8 = is_in_blocks(quantisation(config))
     stand_ins = {name: _StandIn(shape, getattr(torch, spec.dtype)) for name, shape in stacked_shapes(staying).items()}
     if tensors is not None:
-        state: dict[str, Readable] = {**tensors.mapped, **tensors.own}
-        state = {name: tensor for name, tensor in state.items() if name not in staying}
-        with JoinedViews(tensors.mapped):  # which joins nothing in transformers' threads
+        state: dict[str, Readable] = {name: one for name, one in tensors.all().items() if name not in staying}
+        with tensors.joined_views():  # which joins nothing in transformers' threads
             state = {name: found[...] for name, found in with_stacked_experts(state).items()} if is_fp8 else state
             state |= {name: stand_in[...] for name, stand_in in stand_ins.items()}
             return _made_of(state, family, config, arguments)
@@ -179,8 +185,8 @@ class _PackedInFile:
 def _read_packed(spec: ModelSpec, names: Collection[str], tensors: BaseTensors | None) -> Iterator[tuple[str, Tensor]]:
     """Yield what stays packed by the model's names: of tensors that are read already, or from the files."""
     if tensors is not None:
-        read = {**tensors.mapped, **tensors.own}
-        with JoinedViews(tensors.mapped):
+        read = tensors.all()
+        with tensors.joined_views():
             stacked = with_stacked_experts({name: read[name] for name in names})
             whole = {name: tensor[...] for name, tensor in stacked.items()}
         yield from whole.items()
@@ -219,8 +225,9 @@ def _made_of(
 
 def _require_mapped(tensors: BaseTensors, model: PreTrainedModel, source: str) -> None:
     """Raise BackendFailed if most of the model is a second copy: the memory was planned for one."""
-    own_bytes = tensors.num_own_bytes(model.parameters())
-    total_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    shards = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+    own_bytes = sum(one.nbytes for one in shards if not isinstance(one, HeldShard) and not tensors.has_mapped(one))
+    total_bytes = sum(one.nbytes for one in shards)
     figures = f"{own_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB are a copy of the trainer's own"
     if own_bytes > max(_SMALL_OWN_BYTES, _LARGEST_OWN_PART * total_bytes):
         raise BackendFailed(f"{source}: {figures}: the engine has them otherwise; start with --base-copies 2")
@@ -230,8 +237,8 @@ def _require_mapped(tensors: BaseTensors, model: PreTrainedModel, source: str) -
 class _Shards:
     """This rank's shards of the parameters that were read so far."""
 
-    def __init__(self, world: World, *, is_sharded: bool) -> None:
-        self._device = world.device
+    def __init__(self, world: World, tensors: BaseTensors | None, *, is_sharded: bool) -> None:
+        self._device, self._tensors = world.device, tensors
         self._index, self._count = (world.rank, world.size) if is_sharded else (0, 1)
         self._shards: dict[nn.Parameter, Tensor] = {}
         """By the placeholder without memory: tied parameters share it."""
@@ -248,13 +255,19 @@ class _Shards:
         return placeholder
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows."""
+        """Return the shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows. What is
+        mapped is not copied."""
         if whole.untyped_storage().nbytes() < whole.nbytes:  # a `_StandIn`'s
             return whole
+        tensors = self._tensors
+        if tensors is not None and tensors.stand_ins.has(whole):
+            return stand_in(tensors.stand_ins.divided(whole), self._count, self._device)
         if self._count == 1:
             return whole.to(self._device)
         shards = whole.chunk(self._count)
         own = shards[self._index] if self._index < len(shards) else whole[:0]
+        if tensors is not None and tensors.has_mapped(whole) and own.is_contiguous():
+            return own
         # Memory of its own: a view would keep the whole alive.
         return torch.empty(own.shape, dtype=own.dtype, device=self._device).copy_(own)
 
@@ -299,21 +312,34 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
         setattr(model.get_submodule(module), last, buffer.to(device))
 
 
-def _fill(model: PreTrainedModel, own: Mapping[str, Tensor]) -> None:
-    """Give every parameter its memory; what is tied stays tied."""
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    for name, placeholder in list(model.named_parameters(remove_duplicate=False)):
-        if placeholder not in filled:
-            filled[placeholder] = nn.Parameter(as_sharded(own[name], placeholder), requires_grad=False)
+def _replace(model: PreTrainedModel, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Replace every parameter by what `new` gives for its name and itself; what is tied stays tied."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter not in found:
+            found[parameter] = new(name, parameter)
         module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, filled[placeholder])
+        setattr(model.get_submodule(module), last, found[parameter])
+
+
+def _marked(shard: Tensor, placeholder: nn.Parameter) -> nn.Parameter:
+    """Return a placeholder of which FSDP2 knows the kind of its shards."""
+    return nn.Parameter(without_memory(placeholder), False) if isinstance(shard, HeldShard) else placeholder
+
+
+def _filled(shard: Tensor, placeholder: nn.Parameter) -> nn.Parameter:
+    """Return the parameter that has its memory."""
+    parameter = nn.Parameter(as_sharded(shard, placeholder), requires_grad=False)
+    if isinstance(shard, HeldShard):  # what DTensor makes of it, without its attribute
+        parameter._local_tensor = shard  # type: ignore[attr-defined]
+    return parameter
 
 
 def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
     """Wrap a shard as FSDP2 holds it, if FSDP2 has sharded `like`."""
     if not isinstance(like, DTensor):
         return shard
-    assert shard.shape == like.to_local().shape
+    assert isinstance(shard, HeldShard) or shard.shape == like.to_local().shape
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
 
 from tinker_server.backends.sampler.engine.vllm_patches import targets
 
+SOCKETS = "\n"
+"""Between the paths of several ranks' sockets."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
@@ -39,6 +41,13 @@ def map_weights() -> None:
 
     made_by_vllm = targets.MAPPED_MODEL.replace(initialize_model)
     applied_by_vllm = targets.MAPPED_ENTRIES.replace(apply_entries)
+
+
+def choose_socket(config: LoadConfig, rank: int) -> None:
+    """Have a rank of the engine map the weights of its own holder, in its own copy of the configuration."""
+    loader = dict(config.model_loader_extra_config)
+    loader["socket_path"] = loader["socket_path"].split(SOCKETS)[rank]
+    config.model_loader_extra_config = loader
 
 
 def follow_parameters(model: nn.Module, own: Mapping[str, nn.Parameter]) -> None:

@@ -30,7 +30,7 @@ from tinker_server.backends.sampler.engine.vllm_patches.float32_residual import 
 from tinker_server.backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
 from tinker_server.backends.sampler.engine.vllm_patches.heads import widen_heads
 from tinker_server.backends.sampler.engine.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
-from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import map_weights
+from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import choose_socket, map_weights
 from tinker_server.backends.sampler.engine.vllm_patches.phases import Phases
 from tinker_server.backends.sampler.engine.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from tinker_server.backends.sampler.engine.vllm_patches.prefill_graphs import (
@@ -102,6 +102,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         """Begin on the device, and join the other ranks."""
         self.phases = Phases()
         self.phases.begin("begins on its device")
+        if self.vllm_config.load_config.load_format == "ipc_cache":
+            choose_socket(self.vllm_config.load_config, self.rank)
         super().init_device()
 
     def initialize_from_config(self, kv_cache_config: object) -> None:
