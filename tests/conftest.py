@@ -3,6 +3,7 @@
 The SDK, torch and what needs them is imported by the fixtures that use it: `make test-fast` needs none of it.
 """
 
+import importlib
 import gc
 import itertools
 import os
@@ -146,6 +147,23 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.ranks import fork  # it imports the whole trainer
 
     monkeypatch.setattr(launcher, "launch", fork)
+
+
+@pytest.fixture
+def holder_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's groups of ranks, and what is changed inside it, for one test."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    from tinker_server.backends.sampler.engine.vllm_patches import targets
+
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # as the launcher starts a holder
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # as above
+    for patch in (targets.CPU_WEIGHTS, targets.CPU_MAPPING, targets.CPU_MAPPED_DEVICE):
+        module, _, name = patch.target.partition(":")
+        monkeypatch.setattr(importlib.import_module(module), name, getattr(importlib.import_module(module), name))
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,7 @@ pytest -m slow tests/contract/test_one_copy_families.py
 """
 
 import asyncio
-import importlib
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,24 +38,7 @@ ALL = {
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-@pytest.fixture
-def _engine_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM's groups of ranks, and what is changed inside it, for one test."""
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-    from tinker_server.backends.sampler.engine.vllm_patches import targets
-
-    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # as the launcher starts a holder
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # as above
-    for patch in (targets.CPU_WEIGHTS, targets.CPU_MAPPING, targets.CPU_MAPPED_DEVICE):
-        module, _, name = patch.target.partition(":")
-        monkeypatch.setattr(importlib.import_module(module), name, getattr(importlib.import_module(module), name))
-    yield
-    destroy_model_parallel()
-    destroy_distributed_environment()
-
-
-@pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.usefixtures("holder_here")
 @pytest.mark.parametrize("family", ALL)
 def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(family: str, tmp_path: Path) -> None:
     source = ALL[family](tmp_path / "model")
@@ -67,7 +48,7 @@ def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(fa
     assert_mapped(spec, source, source)
 
 
-@pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.usefixtures("holder_here")
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 def test_what_linear_attention_has_in_float32_is_rounded_by_neither(family: str, tmp_path: Path) -> None:
     source = ALL[family](tmp_path / "model")
@@ -89,7 +70,7 @@ def test_what_linear_attention_has_in_float32_is_rounded_by_neither(family: str,
             assert engines[name].equal(tensor) and parameters[name].equal(tensor), name
 
 
-@pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.usefixtures("holder_here")
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
@@ -119,7 +100,7 @@ def test_a_quantised_base_is_held_and_mapped_dequantised_or_as_it_stays(
     assert_mapped(spec, quantised, source if precision is None else quantised)
 
 
-@pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.usefixtures("holder_here")
 @pytest.mark.parametrize("family", ["Qwen3-VL", "Qwen3-VL MoE", "Qwen3.5 MoE", "Qwen3-Next", "DeepSeek-V3"])
 def test_a_base_that_is_quantised_at_load_is_held_as_published_files_have_it(family: str, tmp_path: Path) -> None:
     source = ALL[family](tmp_path / "model")

@@ -1,0 +1,81 @@
+"""One copy of the base, divided: each rank of an engine holds a part, and the trainer's ranks compute with these.
+
+pytest -m slow tests/contract/test_divided_copy.py
+"""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
+from tests.models import DIVIDED, make_tiny_text, make_tiny_vl
+from tests.ranks import on_ranks, two_steps
+from tests.sampling import sampler_config
+from tests.trainers import LORA, trained
+from tinker_server.backends.model_spec import Dtype, Mesh, ModelSpec
+from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.rank import TrainerRank
+
+pytestmark = pytest.mark.slow
+KINDS = {
+    "Qwen3": (make_tiny_text, 2),
+    "Qwen3-VL": (make_tiny_vl, 2),
+    **{kind: made for kind, made in DIVIDED.items() if kind != "gpt-oss"},
+}
+IN_BFLOAT16 = ("Qwen3-Next", "Qwen3.5 MoE")
+"""Kinds that the engine has on the CPU in bfloat16 alone."""
+OWN = ("mixer.A_log",)
+"""What the trainer reads for itself."""
+
+
+def spec_of(kind: str, tmp_path: Path) -> ModelSpec:
+    make, num_ranks = KINDS[kind]
+    source = make(tmp_path / "model")
+    dtype: Dtype = "bfloat16" if kind in IN_BFLOAT16 else "float32"
+    for path in source.glob("*.safetensors") if kind in IN_BFLOAT16 else ():  # as models are published
+        save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path, {"format": "pt"})
+    spec = replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype, max_context_length=1024)
+    return replace(spec, tensor_parallel=num_ranks, mesh=Mesh(shard=num_ranks))
+
+
+def held(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """The spec of a model of which threads of this process hold the parts of all ranks."""
+    from tinker_server.backends.sampler.engine.weight_holder import WeightHolder
+
+    directory.mkdir(mode=0o700)
+    spec = replace(spec, base_copies=1, base_dir=directory)
+    for rank in spec.base_gpus:
+        holder = WeightHolder(spec, rank)
+        holder.load_model()
+        ready = threading.Event()
+        threading.Thread(target=holder.serve_forever, args=(ready.set,), daemon=True).start()
+        assert ready.wait(10)
+    return spec
+
+
+def steps(world: World, spec: ModelSpec) -> tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]:
+    rank, renderer = TrainerRank(spec, world), make_renderer(Path(spec.directory))
+    inputs = [*MIXED.values()] if renderer.takes_images else [prompt(words(20 + seed, seed)) for seed in range(5)]
+    batch = cross_entropy([datum(one, renderer, seed) for seed, one in enumerate(inputs)])
+    trained(rank, {"m": LORA})
+    return two_steps(rank, "m", batch)
+
+
+@pytest.mark.usefixtures("holder_here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_map_parts_train_as_ranks_with_shards_of_their_own(kind: str, tmp_path: Path) -> None:
+    spec = spec_of(kind, tmp_path)
+    found = on_ranks(spec.tensor_parallel, steps, held(spec, tmp_path / "base"))
+    wanted = on_ranks(spec.tensor_parallel, steps, spec)
+    for (scores, adapter), (own_scores, own_adapter) in zip(found, wanted, strict=True):
+        for of_step, own_of_step in zip(scores, own_scores, strict=True):
+            for one, own in zip(of_step, own_of_step, strict=True):
+                np.testing.assert_allclose(one, own, rtol=0, atol=1e-5)
+        assert adapter.keys() == own_adapter.keys()
+        for name, tensor in adapter.items():
+            torch.testing.assert_close(tensor, own_adapter[name], rtol=1e-5, atol=1e-6, msg=name)
