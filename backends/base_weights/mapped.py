@@ -25,7 +25,7 @@ from tinker_server.backends.base_weights.name_map import Part, View
 from tinker_server.backends.base_weights.shared_memory import SharedTensor
 from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.base_files import weight_files
-from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed
+from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE, dequantised, halves, packed, packed_bytes, round_up
 from tinker_server.backends.formats.fp8_at_load import Origin, find_origins, quantise
 from tinker_server.backends.formats.model_files import tensor_layouts
 from tinker_server.backends.formats.packed import byte_shape
@@ -181,6 +181,35 @@ class Files:
         require_same(name, held_numbers, numbers.get_shape(), numbers)
         require_same(f"{name}, scales", held_scales, scales.get_shape(), scales)
 
+    def require_same_part_packed(self, name: str, part: Part, held: Tensor) -> None:
+        """Raise BackendFailed unless a rank's part of the bytes of a matrix in fp8 is, in some blocks, that of the
+        files: of numbers or of scales."""
+        view, (num_rows, num_columns) = part.view.of(held), self._shape(name)
+        begin_of_numbers = packed_bytes(num_rows, num_columns) - round_up(num_rows * num_columns)
+        are_scales = part.begin[0] < begin_of_numbers
+        width = 4 * -(-num_columns // BLOCK) if are_scales else num_columns
+        first_row, first_column = divmod(part.begin[0] - (0 if are_scales else begin_of_numbers), width)
+        for index in _blocks(name, view):
+            (rows,) = index or (slice(0, len(view)),)
+            moved = slice(first_row + rows.start, first_row + rows.stop)
+            read = self._read_scales(name, moved) if are_scales else self._read_numbers(name, moved)
+            found = read.contiguous().view(torch.uint8)[:, first_column : first_column + view.shape[1]]
+            _require_bits(name, view[rows], found, index)
+
+    def _read_numbers(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a matrix in fp8."""
+        if (origin := self._origins.get(name)) is None:
+            return self._halves(name)[0][(rows,)]
+        begin = rows.start // BLOCK * BLOCK
+        quantised = quantise(origin.read(self.slice(origin.tensor), begin, -(-rows.stop // BLOCK) * BLOCK))
+        return quantised[0][rows.start - begin : rows.stop - begin]
+
+    def _read_scales(self, name: str, rows: slice) -> Tensor:
+        """Read the scales, in float32, of rows of blocks."""
+        if (origin := self._origins.get(name)) is None:
+            return self._halves(name)[1][(rows,)].float()
+        return quantise(origin.read(self.slice(origin.tensor), rows.start * BLOCK, rows.stop * BLOCK))[1]
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -305,7 +334,7 @@ def map_tensors(source: Source, exchange: Callable[[object], list[Any]] = alone)
                 _require_whole(files, name, mapped[name], layouts[name][0], stays=name in source.staying)
             elif name in divided:
                 for part in parts[name]:
-                    _require_part(files, name, part, held.tensors[part.view.tensor])
+                    _require_part(files, name, part, held.tensors[part.view.tensor], stays=name in source.staying)
             else:
                 log.info("%s: the trainer keeps its own copy of %s", source.directory, name)
                 own[name] = files.tensor(name)
@@ -320,8 +349,11 @@ def _require_whole(files: Files, name: str, view: Tensor, shape: Sequence[int], 
         require_same(name, view, shape, files.slice(name))
 
 
-def _require_part(files: Files, name: str, part: Part, held: Tensor) -> None:
-    require_same(name, part.view.of(held), part.view.shape, _PartInFile(files.slice(name), part.index))
+def _require_part(files: Files, name: str, part: Part, held: Tensor, *, stays: bool) -> None:
+    if stays:
+        files.require_same_part_packed(name, part, held)
+    else:
+        require_same(name, part.view.of(held), part.view.shape, _PartInFile(files.slice(name), part.index))
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,14 @@ class Part:
 
     begin: tuple[int, ...]
     """Index in the files' tensor of the first number."""
+    steps: Strides
+    """Numbers of the files' tensor, which is contiguous, from one to the next of each dimension. A part of bytes may
+    have more dimensions than they."""
     view: View
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The part's place in the files' tensor."""
+        """The part's place in the files' tensor, if it has as many dimensions."""
         return tuple(slice(at, at + size) for at, size in zip(self.begin, self.view.shape, strict=True))
 
 
@@ -198,6 +201,11 @@ def _join(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Tens
 
 def _part(name: str, file: Tensor, whole: Tensor, source: Tensor, target: Tensor) -> Part | None:
     """Return the part of `file` that a copy has put into `whole`; None if it is no view."""
+    begin = _index(file, int(source.storage_offset()))
+    offset = int(target.storage_offset()) - int(whole.storage_offset())
+    layout = tuple(whole.shape), whole.stride()
+    if file.dim() == 1 and source.shape == target.shape:
+        return Part(begin, source.stride(), View(name, tuple(source.shape), target.stride(), offset, *layout))
     dims = _dims(file, source, target) if source.shape == target.shape else None
     if dims is None:
         return None
@@ -205,9 +213,7 @@ def _part(name: str, file: Tensor, whole: Tensor, source: Tensor, target: Tensor
     stride = tuple(dims[dim][1] if dim in dims else 1 for dim in range(file.dim()))
     if math.prod(shape) != source.numel() or min(stride, default=1) < 1:
         return None
-    offset = int(target.storage_offset()) - int(whole.storage_offset())
-    begin = _index(file, int(source.storage_offset()))
-    return Part(begin, View(name, shape, stride, offset, tuple(whole.shape), whole.stride()))
+    return Part(begin, file.stride(), View(name, shape, stride, offset, *layout))
 
 
 def _strides(file: Tensor, source: Tensor, target: Tensor) -> dict[int, int] | None:

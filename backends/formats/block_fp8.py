@@ -30,7 +30,7 @@ _BLOCKS_AT_ONCE = 8
 _FEW_ROWS, _OUTPUTS_FOR_A_ROW = 256, 64
 """Rows up to which weights are dequantised faster within the product than before it: so many, and one for each so many
 outputs, since with few outputs the product does not fill a GPU (benchmarks/RESULTS.md)."""
-_ALIGNED = 16
+ALIGNED = 16
 """Bytes at a multiple of which numbers begin, by which kernels read them fastest."""
 _KNOWN: dict[str, tuple[list[object], str]] = {
     "weight_block_size": ([[BLOCK, BLOCK]], "one scale for a tensor, or for other blocks, has no test here"),
@@ -97,7 +97,7 @@ def dequantised(weight_NK: Tensor, scale_IJ: Tensor, dtype: torch.dtype) -> Tens
 
 def packed_bytes(num_outputs: int, num_inputs: int) -> int:
     """Return B of a matrix."""
-    return _round_up(_scale_bytes(num_outputs, num_inputs)) + _round_up(num_outputs * num_inputs)
+    return round_up(_scale_bytes(num_outputs, num_inputs)) + round_up(num_outputs * num_inputs)
 
 
 def packed(weight_NK: Tensor, scale_IJ: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def halves(weight_B: Tensor, num_outputs: int, num_inputs: int) -> tuple[Tensor,
     """Return the numbers [..., N, K] and scales [..., I, J] of a packed matrix, or of a stack of them. They share its
     memory."""
     num_scale_bytes = _scale_bytes(num_outputs, num_inputs)
-    begin = _round_up(num_scale_bytes)
+    begin = round_up(num_scale_bytes)
     scale_IJ = weight_B[..., :num_scale_bytes].view(torch.float32).unflatten(-1, (-(-num_outputs // BLOCK), -1))
     numbers = weight_B[..., begin : begin + num_outputs * num_inputs].view(torch.float8_e4m3fn)
     return numbers.unflatten(-1, (num_outputs, num_inputs)), scale_IJ
@@ -162,9 +162,10 @@ def _scale_bytes(num_outputs: int, num_inputs: int) -> int:
     return 4 * -(-num_outputs // BLOCK) * -(-num_inputs // BLOCK)
 
 
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED) * _ALIGNED
+def round_up(num_bytes: int) -> int:
+    """Return the bytes that so many take with their padding."""
+    return -(-num_bytes // ALIGNED) * ALIGNED
 
 
 def _pad(bytes_: Tensor) -> Tensor:
-    return functional.pad(bytes_, (0, _round_up(len(bytes_)) - len(bytes_)))
+    return functional.pad(bytes_, (0, round_up(len(bytes_)) - len(bytes_)))

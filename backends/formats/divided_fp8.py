@@ -8,11 +8,12 @@ N outputs, K inputs, B bytes of a packed matrix
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tinker_server.backends.formats.block_fp8 import BLOCK, halves, packed, packed_bytes
+from tinker_server.backends.formats.block_fp8 import BLOCK, halves, packed_bytes
 
 
 def divides_blocks(size: int, pieces: int) -> bool:
@@ -44,20 +45,39 @@ def count_rows(num_bytes: int, num_rows: int, num_inputs: int, num_ranks: int) -
     raise ValueError(f"a matrix in fp8 has {num_bytes} bytes, and {num_ranks} ranks have {num_rows} rows each")
 
 
-def take_part(weight_B: Tensor, shape: tuple[int, int], rows_N: Tensor, columns_K: Tensor) -> Tensor:
-    """Return these rows and columns of a matrix of this shape, packed. Raises ValueError where a block of theirs would
-    need several scales."""
-    numbers_NK, scale_IJ = halves(weight_B, *shape)
-    part_NK = _take(_take(numbers_NK.view(torch.uint8), 0, rows_N), 1, columns_K)
-    return packed(part_NK, scale_IJ[_blocks(rows_N)][:, _blocks(columns_K)])
+def copy_part(weight_B: Tensor, shape: tuple[int, int], rows_N: Tensor, columns_K: Tensor, found_B: Tensor) -> None:
+    """Copy these rows and columns of a matrix of this shape, packed, to `found_B`. Raises ValueError where a block of
+    theirs would need several scales, or for columns that are no run.
+
+    Every copy is from a view of the bytes to a view of bytes: whoever watches knows where each is from.
+    """
+    first, count = int(columns_K[0]), len(columns_K)
+    if int(columns_K[-1]) - first + 1 != count:
+        raise ValueError("a rank has columns of a matrix in fp8 that are no run")
+    numbers, scales = _bytes(weight_B, *shape)
+    found_numbers, found_scales = _bytes(found_B, len(rows_N), count)
+    _copy_rows(numbers.narrow(1, first, count), rows_N, found_numbers)
+    columns = _blocks(columns_K)
+    width = 4 * len(columns)
+    if not columns.equal(torch.arange(int(columns[0]), int(columns[0]) + len(columns), device="cpu")):
+        raise ValueError("a rank has columns of a matrix in fp8 that are no run")
+    _copy_rows(scales.narrow(1, 4 * int(columns[0]), width), _blocks(rows_N), found_scales)
+    begin, end = found_scales.numel(), int(found_numbers.storage_offset() - found_B.storage_offset())
+    found_B[begin:end].zero_()
+    found_B[end + found_numbers.numel() :].zero_()
 
 
-def _take(matrix: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Return rows or columns in ascending order: a view if they are a run, since a copy by numbers is slow."""
-    first, count = int(places[0]), len(places)
-    if int(places[-1]) - first + 1 == count:
-        return matrix.narrow(dim, first, count)
-    return matrix.index_select(dim, places.to(matrix.device))
+def _bytes(weight_B: Tensor, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes of numbers [N, K] and of scales [I, 4 J] of a packed matrix. They share its memory."""
+    numbers_NK, scale_IJ = halves(weight_B, num_outputs, num_inputs)
+    return numbers_NK.view(torch.uint8), scale_IJ.view(torch.uint8)
+
+
+def _copy_rows(whole: Tensor, places: Tensor, found: Tensor) -> None:
+    """Copy rows in this order, run by run: a copy by numbers is slow."""
+    ends = (places.diff() != 1).nonzero().flatten() + 1
+    for begin, end in pairwise([0, *ends.tolist(), len(places)]):
+        found[begin:end].copy_(whole.narrow(0, int(places[begin]), end - begin))
 
 
 def _blocks(places: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ pytest -m slow tests/contract/test_divided_copy.py
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
-from tests.models import DIVIDED, make_tiny_text, make_tiny_vl
+from tests.models import DIVIDED, DIVIDED_IN_FP8, make_tiny_text, make_tiny_vl, publish_in_fp8
 from tests.ranks import on_ranks, two_steps
 from tests.sampling import sampler_config
 from tests.trainers import LORA, trained
+from tinker_server.backends.base_weights.mapped import Files, _ask
 from tinker_server.backends.model_spec import Dtype, Mesh, ModelSpec
+from tinker_server.backends.sampler.engine.engine import stays_packed
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.rank import TrainerRank
 
@@ -33,12 +36,11 @@ OWN = ("mixer.A_log",)
 """What the trainer reads for itself."""
 
 
-def spec_of(kind: str, tmp_path: Path) -> ModelSpec:
-    make, num_ranks = KINDS[kind]
-    source = make(tmp_path / "model")
+def spec_of(source: Path, kind: str, num_ranks: int, tmp_path: Path) -> ModelSpec:
     dtype: Dtype = "bfloat16" if kind in IN_BFLOAT16 else "float32"
     for path in source.glob("*.safetensors") if kind in IN_BFLOAT16 else ():  # as models are published
-        save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path, {"format": "pt"})
+        tensors = {name: one.bfloat16() if one.dtype == torch.float32 else one for name, one in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
     spec = replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype, max_context_length=1024)
     return replace(spec, tensor_parallel=num_ranks, mesh=Mesh(shard=num_ranks))
 
@@ -58,6 +60,16 @@ def held(spec: ModelSpec, directory: Path) -> ModelSpec:
     return spec
 
 
+def assert_divided(spec: ModelSpec) -> None:
+    """Every tensor of the files is held: whole, or its parts by several ranks, as all matrices of linears are."""
+    with Files(Path(spec.directory), getattr(torch, spec.dtype), stays_packed(spec)) as files:
+        names = {name for name in files.names() if not name.endswith(OWN)}
+    for rank in spec.base_gpus:
+        found = _ask(spec.base_socket(rank), torch.device("cpu"))
+        assert {*found.views, *found.parts} == names
+        assert {name for name in names if name.endswith(("o_proj.weight", "down_proj.weight"))} <= {*found.parts}
+
+
 def steps(world: World, spec: ModelSpec) -> tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]:
     rank, renderer = TrainerRank(spec, world), make_renderer(Path(spec.directory))
     inputs = [*MIXED.values()] if renderer.takes_images else [prompt(words(20 + seed, seed)) for seed in range(5)]
@@ -69,8 +81,29 @@ def steps(world: World, spec: ModelSpec) -> tuple[list[list[np.ndarray]], dict[s
 @pytest.mark.usefixtures("holder_here")
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_map_parts_train_as_ranks_with_shards_of_their_own(kind: str, tmp_path: Path) -> None:
-    spec = spec_of(kind, tmp_path)
-    found = on_ranks(spec.tensor_parallel, steps, held(spec, tmp_path / "base"))
+    make, num_ranks = KINDS[kind]
+    assert_trains_alike(spec_of(make(tmp_path / "model"), kind, num_ranks, tmp_path), tmp_path)
+
+
+@pytest.mark.usefixtures("holder_here")
+@pytest.mark.parametrize("form", ["published", "made at load", "read"])
+@pytest.mark.parametrize("kind", DIVIDED_IN_FP8)
+def test_ranks_that_map_parts_in_fp8_train_as_ranks_with_shards_of_their_own(
+    kind: str, form: Literal["published", "made at load", "read"], tmp_path: Path
+) -> None:
+    make, num_ranks = DIVIDED_IN_FP8[kind]
+    source = make(tmp_path / "model")
+    if form != "made at load":
+        source = publish_in_fp8(source, tmp_path / "published")
+    spec = spec_of(source, kind, num_ranks, tmp_path)
+    precision: Literal["fp8"] | None = None if form == "read" else "fp8"
+    assert_trains_alike(replace(spec, base_precision=precision, is_quantised=form != "made at load"), tmp_path)
+
+
+def assert_trains_alike(spec: ModelSpec, tmp_path: Path) -> None:
+    dividing = held(spec, tmp_path / "base")
+    assert_divided(dividing)
+    found = on_ranks(spec.tensor_parallel, steps, dividing)
     wanted = on_ranks(spec.tensor_parallel, steps, spec)
     for (scores, adapter), (own_scores, own_adapter) in zip(found, wanted, strict=True):
         for of_step, own_of_step in zip(scores, own_scores, strict=True):

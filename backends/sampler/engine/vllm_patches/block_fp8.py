@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import is_weights_pre_processed
 
 from tinker_server.backends.formats.block_fp8 import multiplies, multiply, packed_bytes, unpack
-from tinker_server.backends.formats.divided_fp8 import count_rows, rows_of_rank, take_part
+from tinker_server.backends.formats.divided_fp8 import copy_part, count_rows, rows_of_rank
 from tinker_server.backends.formats.expert_names import expert_matrices, expert_matrix
 from tinker_server.backends.formats.fp8_at_load import find_origins, pack_at_load
 from tinker_server.backends.formats.model_files import tensor_layouts
@@ -187,19 +187,23 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         number = self._first_parts.index(first)
         if part is None and len(self._outputs) > 1:
             raise ValueError("a tensor in fp8 of several linears; start without --base-precision")
-        weight_B.data.split(self._sizes())[number].copy_(self._part(loaded, number))
+        self._copy_part(loaded, number, weight_B.data.split(self._sizes())[number])
         self._missing.discard(number)
 
-    def _part(self, loaded: Tensor, number: int) -> Tensor:
-        """Return the bytes of this rank's part of a tensor of the files."""
+    def _copy_part(self, loaded: Tensor, number: int, target_B: Tensor) -> None:
+        """Copy the bytes of this rank's part of a tensor of the files."""
         num_rows, is_packed = self._outputs[number], self._is_packed[number]
         shape = len(loaded), self._whole_inputs
         if is_packed:
             shape = count_rows(len(loaded), num_rows, self._whole_inputs, self._ranks[1]), self._whole_inputs
         rows = rows_of_rank(self._parts[number], shape[0], *self._ranks)
-        if is_packed:
-            return loaded if shape == (num_rows, self._inputs) else take_part(loaded, shape, rows, self._columns)
-        return loaded[rows][:, self._columns].to(self._dtype).contiguous().view(-1).view(torch.uint8)
+        if not is_packed:
+            part = loaded[rows][:, self._columns].to(self._dtype)
+            target_B.copy_(part.contiguous().view(-1).view(torch.uint8))
+        elif shape == (num_rows, self._inputs):
+            target_B.copy_(loaded)
+        else:
+            copy_part(loaded, shape, rows, self._columns, target_B)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raise ValueError if a part was never loaded."""

@@ -21,7 +21,7 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.platforms import current_platform
 
 from tinker_server.backends.formats.block_fp8 import packed_bytes, require_kernel
-from tinker_server.backends.formats.divided_fp8 import rows_of_rank, take_part
+from tinker_server.backends.formats.divided_fp8 import copy_part, rows_of_rank
 from tinker_server.backends.formats.packed import alternating, byte_shape, gates_and_ups, halves, unpack
 
 if current_platform.is_cpu():
@@ -95,21 +95,23 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             raise ValueError("an expert's matrix is not in fp8 in the files; start without --base-precision")
         row_B = param.data[expert_id]
         target = row_B.chunk(2)[_INTO.index(shard_id)] if shard_id in _INTO else row_B
-        target.copy_(self._part(loaded_weight, is_into=shard_id in _INTO))
+        self._copy_part(loaded_weight, target, is_into=shard_id in _INTO)
         self._missing.discard((shard_id, expert_id))
         return True if return_success else None
 
-    def _part(self, matrix_B: Tensor, *, is_into: bool) -> Tensor:
-        """Return this rank's part of an expert's matrix, into the inner width or out of it."""
+    def _copy_part(self, matrix_B: Tensor, target_B: Tensor, *, is_into: bool) -> None:
+        """Copy this rank's part of an expert's matrix, into the inner width or out of it."""
         parallel = self.moe.moe_parallel_config
         if parallel.tp_size == 1:
-            return matrix_B
+            target_B.copy_(matrix_B)
+            return
         whole = self._inner * parallel.tp_size
         every = rows_of_rank([self._hidden], self._hidden, 0, 1)
         inner = rows_of_rank([self._inner], whole, parallel.tp_rank, parallel.tp_size)
         if is_into:
-            return take_part(matrix_B, (whole, self._hidden), inner, every)
-        return take_part(matrix_B, (self._hidden, whole), every, inner)
+            copy_part(matrix_B, (whole, self._hidden), inner, every, target_B)
+        else:
+            copy_part(matrix_B, (self._hidden, whole), every, inner, target_B)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Make the kernel. Raises ValueError if a matrix was never loaded."""

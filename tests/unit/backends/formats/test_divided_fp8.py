@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tinker_server.backends.formats.block_fp8 import packed, packed_bytes, unpack
-from tinker_server.backends.formats.divided_fp8 import count_rows, divides_blocks, rows_of_rank, take_part
+from tinker_server.backends.formats.divided_fp8 import copy_part, count_rows, divides_blocks, rows_of_rank
 
 
 def matrix(num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,6 +15,15 @@ def matrix(num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tenso
     weight = torch.randn(num_outputs, num_inputs).to(torch.float8_e4m3fn)
     bytes_ = packed(weight, torch.rand(-(-num_outputs // 128), -(-num_inputs // 128)))
     return bytes_, unpack(bytes_, torch.empty(num_outputs, num_inputs))
+
+
+def take_part(
+    whole_B: torch.Tensor, shape: tuple[int, int], rows: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """These rows and columns, in memory that was not empty."""
+    part = torch.full((packed_bytes(len(rows), len(columns)),), 7, dtype=torch.uint8)
+    copy_part(whole_B, shape, rows, columns, part)
+    return part
 
 
 @pytest.mark.parametrize(
