@@ -74,6 +74,11 @@ class Layout:
     replicates: bool
     """True if each trainer rank has the whole base."""
 
+    @property
+    def can_divide(self) -> bool:
+        """True if trainer and engine have as many ranks on the same GPUs: both can map one divided copy of a base."""
+        return len(self.trainer) > 1 and not self.replicates and self.engines == (self.trainer,)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -147,16 +152,20 @@ def plan_parts(
     base_copies: int = 2,
 ) -> tuple[MemoryPart, ...]:
     """Return the least parts of all models. `base_copies` 1: trainer and engine on a GPU share a copy of the base, in a
-    process of its own, if both need it whole."""
+    process of its own, if both need it whole, or of what each GPU has of it if both divide it."""
     parts: list[MemoryPart] = []
     for size in sizes:
         demand, layout = demands[size.name], layouts[size.name]
         shared = _holding_gpus(size, layout, device) if base_copies == 1 else set()
+        divides = layout.can_divide and bool(shared)
+        held_bytes = _engine_base_bytes(size, len(layout.engines[0]))
         for gpu in sorted(shared):
-            parts += _parts(size, gpu, "holder", {"base": size.base_bytes, "context": HOLDER_CONTEXT_BYTES})
+            parts += _parts(size, gpu, "holder", {"base": held_bytes, "context": HOLDER_CONTEXT_BYTES})
         of_rank = trainer_parts(size, demand, len(layout.trainer), layout.replicates, device)
+        if divides:
+            of_rank = _gathering(size, of_rank)
         for gpu in layout.trainer:
-            parts += _parts(size, gpu, "trainer", _without_base(of_rank, gpu in shared))
+            parts += _parts(size, gpu, "trainer", _without_base(of_rank, gpu in shared and not divides))
         of_engine = engine_parts(size, demand, len(layout.engines[0]), device)
         for gpu in chain.from_iterable(layout.engines):
             parts += _parts(size, gpu, "engine", _without_base(of_engine, gpu in shared))
@@ -218,8 +227,7 @@ def least_activation_bytes(size: ModelSize, demand: Demand) -> int:
 def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:
     """Return the least parts of each of so many ranks of an engine. All but its context are vLLM's own part of the
     GPU."""
-    divided_bytes = size.rank_numbers(tensor_parallel) * size.number_bytes - size.packed_savings // tensor_parallel
-    parts = {"base": size.base_bytes if tensor_parallel == 1 else divided_bytes}
+    parts = {"base": _engine_base_bytes(size, tensor_parallel)}
     parts["matrices of latents"] = size.latent_matrix_bytes(tensor_parallel)
     parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
     cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, tensor_parallel, device)
@@ -251,12 +259,32 @@ def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
     return min(size.base_bytes, shared)
 
 
+def _engine_base_bytes(size: ModelSize, tensor_parallel: int) -> int:
+    """Return the bytes of the weights of each of so many ranks of an engine."""
+    if tensor_parallel == 1:
+        return size.base_bytes
+    return size.rank_numbers(tensor_parallel) * size.number_bytes - size.packed_savings // tensor_parallel
+
+
+def _gathering(size: ModelSize, parts: Mapping[str, int]) -> dict[str, int]:
+    """Return the parts of a trainer's rank that maps the engine's part of the base: what it all-gathers, as received
+    and as used, in place of a shard too."""
+    gathered_bytes = min(size.base_bytes, 2 * size.all_gathered_bytes)
+    more = parts | {"base": gathered_bytes}
+    if "left free" in parts:
+        saved_bytes = parts["base"] - gathered_bytes
+        more["left free"] = parts["left free"] - int(saved_bytes * MARGIN / (1 - MARGIN))
+    return more
+
+
 def _holding_gpus(size: ModelSize, layout: Layout, device: str) -> set[int]:
     """Return the GPUs with a process that holds the base: all of a model's if trainer and an engine share one of them,
-    and neither divides the base."""
+    and neither divides the base; or both, alike."""
     divided = (len(layout.trainer) > 1 and not layout.replicates) or any(len(engine) > 1 for engine in layout.engines)
-    if device == "cpu" or divided or not size.can_be_shared:
+    if device == "cpu" or not size.can_be_shared:
         return set()
+    if divided:
+        return set(layout.trainer) if layout.can_divide else set()
     trains, samples = set(layout.trainer), {engine[0] for engine in layout.engines}
     return trains | samples if trains & samples else set()
 

@@ -81,7 +81,7 @@ def suggestions(
 def _copies(config: BackendConfig, device: Device) -> list[Suggestion]:
     """Suggest a shared copy of the base, which takes nothing from anybody. On the CPU the plan counts the same for
     both."""
-    can_share = device == "cuda" and config.base_copies == 2 and (config.tensor_parallel or 1) == 1
+    can_share = device == "cuda" and config.base_copies == 2
     return [Suggestion("--base-copies 1", {"base_copies": 1})] if can_share else []
 
 

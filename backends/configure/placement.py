@@ -1,6 +1,7 @@
 """Choose every base model's GPUs, sizes and memory so that the plan fits, or refuse with every figure.
 
-Trainer and engine map the same copy of a model on each GPU where both can have it whole; else a model is in memory once
+Trainer and engine map the same copy of a model on each GPU where both can have it whole; else, where both can have as
+many ranks, the same parts of one copy; else a model is in memory once
 in its trainer and once in each engine of its sampler, several trainer ranks share its weights unless each has room for
 all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
 settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
@@ -20,7 +21,13 @@ from typing import Literal
 import torch
 
 from tinker_server.backends.config import BackendConfig, MemoryPart
-from tinker_server.backends.configure.asked_gpus import require_gpus, require_slices, set_ranks, usable_bytes
+from tinker_server.backends.configure.asked_gpus import (
+    may_divide,
+    require_gpus,
+    require_slices,
+    set_ranks,
+    usable_bytes,
+)
 from tinker_server.backends.configure.memory_plan import (
     GIB,
     Demand,
@@ -187,7 +194,9 @@ class _Search:
         then replicated with recomputation. A plan may not fit."""
         demands = {size.name: self._demand(size, wish) for size in self._sizes}
         for ranks, tensor_parallel, is_apart in self._numbers_of_ranks():
-            kinds = [True] if self._is_whole(ranks) else [True, False, True]
+            kinds = [True, False, True]
+            if self._is_whole(ranks, tensor_parallel) or self._divides(tensor_parallel):
+                kinds = [not self._divides(tensor_parallel)]
             for at, replicates in enumerate(kinds):
                 most = self._layouts(ranks, tensor_parallel, replicates=replicates, is_apart=is_apart)
                 plan = self._with_engines(demands, most)
@@ -199,9 +208,11 @@ class _Search:
         """Return the plan with as many ranks as there are GPUs for each model, where the settings leave that open; half
         of them if trainer and engines are apart. More ranks need no more of a GPU than fewer."""
         config = self._config
-        if self._device == "cpu" or config.names_gpus or config.base_precision is not None:
-            return plan
         layout = next(iter(plan.layouts.values()))
+        # Each rank more of a divided copy would gather more of it.
+        is_divided = self._divides(len(layout.engines[0]))
+        if self._device == "cpu" or config.names_gpus or config.base_precision is not None or is_divided:
+            return plan
         tensor_parallel, is_apart = len(layout.engines[0]), not {*layout.trainer} & {*layout.engines[0]}
         most, step = len(self._totals) // len(self._sizes) // (2 if is_apart else 1), config.context_parallel
         for ranks in range(most - most % step, len(layout.trainer), -step):
@@ -312,7 +323,9 @@ class _Search:
         few GPUs first."""
         config = self._config
         if self._device == "cpu":
-            yield config.ranks or config.context_parallel, config.tensor_parallel or 1, False
+            parallel_ranks = config.tensor_parallel or 1
+            fewest = parallel_ranks if self._divides(parallel_ranks) else config.context_parallel
+            yield config.ranks or fewest, parallel_ranks, False
             return
         fixed = set_ranks(config)
         step = config.context_parallel
@@ -321,23 +334,31 @@ class _Search:
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [size for size in sorted(common) if size <= max(1, num_sampling)]
-        parallel = [config.tensor_parallel] if config.tensor_parallel else [1] if config.base_copies == 1 else parallel
+        parallel = [config.tensor_parallel] if config.tensor_parallel else parallel
         apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
         tries = [(r, t, is_apart) for r in ranks for t in parallel for is_apart in apart]
+        if config.base_copies == 1:  # whole, or divided alike
+            alike = may_divide(config)
+            tries = [(r, t, is_apart) for r, t, is_apart in tries if t == 1 or (r == t and alike and not is_apart)]
         fitting = [split for split in tries if _num_used(*split) <= len(self._totals)]
         yield from sorted(fitting, key=lambda split: (_num_used(*split), split[2], -split[0], split[1]))
 
-    def _is_whole(self, ranks: int) -> bool:
+    def _is_whole(self, ranks: int, tensor_parallel: int) -> bool:
         """Return whether each of so many ranks has the whole base in any case: an only rank, and a rank that maps
         it."""
-        return ranks == 1 or self._config.base_copies == 1
+        return ranks == 1 or (self._config.base_copies == 1 and tensor_parallel == 1)
+
+    def _divides(self, tensor_parallel: int) -> bool:
+        """Return whether the ranks of a trainer map what so many ranks of an engine have of the base."""
+        return self._config.base_copies == 1 and tensor_parallel > 1
 
     def _layouts(self, ranks: int, tensor_parallel: int, *, replicates: bool, is_apart: bool) -> dict[str, Layout]:
         """Lay out each model's trainer, and as many engines as it may have at most."""
         if self._device == "cpu":
             engines = ((0,) * tensor_parallel,) * (self._config.engines or 1)
             # On the CPU ranks divide the base, unless they map it: memory is one.
-            return {size.name: Layout((0,) * ranks, engines, self._is_whole(ranks)) for size in self._sizes}
+            is_whole = self._is_whole(ranks, tensor_parallel)
+            return {size.name: Layout((0,) * ranks, engines, is_whole) for size in self._sizes}
         trainers = _spread(self._sizes, sorted(self._trainer_gpus, key=lambda gpu: -self._totals[gpu]), ranks)
         load = [
             sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])
@@ -346,6 +367,9 @@ class _Search:
         layouts = {}
         for size in self._sizes:
             own = trainers[size.name]
+            if self._divides(tensor_parallel):
+                layouts[size.name] = Layout(own, (own,), replicates)
+                continue
             allowed = self._sampler_gpus or range(len(self._totals))
             order = sorted(allowed, key=lambda gpu: ((gpu in own) == is_apart, load[gpu], -self._totals[gpu], gpu))
             groups = range(0, len(order) - tensor_parallel + 1, tensor_parallel)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.asked_gpus import may_divide, set_ranks
 from tinker_server.backends.families.coverage import Numbers
 from tinker_server.backends.families.text import WITHOUT_FP8
 from tinker_server.backends.formats.model_files import linear_attention, quantisation
@@ -117,8 +118,14 @@ class Support:
     def _reason_unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share a copy of the base, or None."""
         config = self.config
-        if (config.tensor_parallel or 1) > 1:
-            return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
+        if (parallel := config.tensor_parallel or 1) > 1:
+            if not may_divide(config):
+                return (
+                    f"with backend.tensor_parallel {parallel} trainer and engine have one divided copy, on the same GPUs of"
+                    " one machine, which has no second engine"
+                )
+            if (ranks := set_ranks(config) or parallel) != parallel:
+                return f"each of {ranks} ranks of the trainer would map what one of {parallel} of the engine has"
         if self.renderer.family.unshared is not None and config.base_precision != "mxfp4":
             return self.renderer.family.unshared
         if self.device == "cpu" and self.renderer.family.has_linear_attention:

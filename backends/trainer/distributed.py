@@ -166,17 +166,17 @@ class Root(nn.Module):
         return function(*args, **kwargs)
 
 
-def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
+def shard(root: Root, layers: Iterable[nn.Module], world: World, whole: set[nn.Parameter]) -> None:
     """Shard the base with FSDP2: a unit per decoder layer, the rest (embeddings, vision tower, head) in the root's
     unit, which every rank all-gathers at each forward whether or not it has an image. `world` has one machine's
-    ranks."""
+    ranks, each of which has the parameters of `whole` in any case."""
     group = world.group or dist.group.WORLD
     assert group is not None, "only several ranks share a base"
     mesh = DeviceMesh.from_group(group, world.device.type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients, if the base itself trains
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=whole)
 
 
 def sum_on_rank_zero(parameters: Sequence[nn.Parameter], world: World) -> None:

@@ -112,7 +112,8 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     _move_buffers(model, world.device)
     root = Root(model)
     if is_sharded:
-        shard(root, model.get_decoder().layers, world.machine)
+        whole = set() if tensors is None else {one for name, one in _named(model) if tensors.has_mapped(own[name])}
+        shard(root, model.get_decoder().layers, world.machine, whole)
     _replace(model, lambda name, placeholder: _filled(own[name], placeholder))
     if tensors is not None:
         _require_mapped(tensors, model, config.directory)
@@ -255,19 +256,17 @@ class _Shards:
         return placeholder
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows. What is
-        mapped is not copied."""
+        """Return the shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows. What
+        every rank has mapped is not cut."""
         if whole.untyped_storage().nbytes() < whole.nbytes:  # a `_StandIn`'s
             return whole
         tensors = self._tensors
         if tensors is not None and tensors.stand_ins.has(whole):
             return stand_in(tensors.stand_ins.divided(whole), self._count, self._device)
-        if self._count == 1:
+        if self._count == 1 or (tensors is not None and tensors.has_mapped(whole)):
             return whole.to(self._device)
         shards = whole.chunk(self._count)
         own = shards[self._index] if self._index < len(shards) else whole[:0]
-        if tensors is not None and tensors.has_mapped(whole) and own.is_contiguous():
-            return own
         # Memory of its own: a view would keep the whole alive.
         return torch.empty(own.shape, dtype=own.dtype, device=self._device).copy_(own)
 
@@ -315,11 +314,16 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def _replace(model: PreTrainedModel, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by what `new` gives for its name and itself; what is tied stays tied."""
     found: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+    for name, parameter in _named(model):
         if parameter not in found:
             found[parameter] = new(name, parameter)
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, found[parameter])
+
+
+def _named(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """Return every parameter by name, tied ones by each of their names."""
+    return list(model.named_parameters(remove_duplicate=False))
 
 
 def _marked(shard: Tensor, placeholder: nn.Parameter) -> nn.Parameter:
