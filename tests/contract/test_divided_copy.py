@@ -3,6 +3,9 @@
 pytest -m slow tests/contract/test_divided_copy.py
 """
 
+import asyncio
+import os
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
+from tests.engines import fork_sampler
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, words
 from tests.models import DIVIDED, DIVIDED_IN_FP8, make_tiny_text, make_tiny_vl, publish_in_fp8
 from tests.ranks import on_ranks, two_steps
-from tests.sampling import sampler_config
+from tests.sampling import Reference, assert_close, sample, sampler_config, scoring
 from tests.trainers import LORA, trained
+from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.base_weights.mapped import Files, _ask
 from tinker_server.backends.model_spec import Dtype, Mesh, ModelSpec
+from tinker_server.backends.processes.launcher import launch_trainer
+from tinker_server.backends.protocol import ignore_loading
 from tinker_server.backends.sampler.engine.engine import stays_packed
+from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.backends.trainer.client import TrainerClient
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.rank import TrainerRank
 
@@ -112,3 +121,40 @@ def assert_trains_alike(spec: ModelSpec, tmp_path: Path) -> None:
         assert adapter.keys() == own_adapter.keys()
         for name, tensor in adapter.items():
             torch.testing.assert_close(tensor, own_adapter[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+async def test_an_engine_of_two_ranks_computes_with_what_it_maps_and_outlives_a_dead_holder(tmp_path: Path) -> None:
+    make, num_ranks = KINDS["Qwen3-VL"]
+    spec = replace(spec_of(make(tmp_path / "model"), "Qwen3-VL", num_ranks, tmp_path), kv_cache_bytes=128 << 20)
+    renderer = make_renderer(Path(spec.directory))
+    reference, text = Reference(Path(spec.directory), renderer, {"small": 4}), prompt(words(40, 5), image(64, 64, 1))
+    base = BaseWeights(replace(spec, base_copies=1))
+    trainer = TrainerClient(base.spec, base.wrap_start(launch_trainer))
+    sampler = SamplerPool(base.spec, base.wrap_start(fork_sampler, they_wait=True))
+    supervisors = [base._supervisor, trainer._supervisor, sampler.engines[0].supervisor]
+
+    async def assert_right(model_id: str) -> None:
+        found = (await sample(sampler, scoring(text), None)).prompt_logprobs
+        assert_close(present(found), reference.prompt_logprobs(text))
+        model = await trainer.create_model(model_id, LORA, "owner")
+        output = await trainer.forward_backward(model, cross_entropy([datum(text, renderer)]), backward=False)
+        await trainer.delete_model(model)
+        wanted = reference.logprobs_TV(text, [], None)
+        ids = datum(text, renderer).loss_fn_inputs["target_tokens"]
+        rows = np.arange(len(ids))
+        np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"], wanted.numpy()[rows, ids], atol=1e-4)
+
+    try:
+        await asyncio.gather(base.start(ignore_loading), trainer.start(), sampler.start())
+        await assert_right("before")
+        before = [child.process.pid for one in supervisors for child in one.children]
+        assert len(before) == 2 + 2 + 1
+        restarts = base._supervisor.processes()[0].restarts
+        os.kill(before[1], signal.SIGKILL)
+        async with asyncio.timeout(120):
+            await base._supervisor.wait_for_restart(restarts)
+        await assert_right("after")
+        assert not {*before} & {child.process.pid for one in supervisors for child in one.children}
+    finally:
+        await asyncio.gather(trainer.stop(), sampler.stop())
+        await base.stop()

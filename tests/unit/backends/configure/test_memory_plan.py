@@ -134,9 +134,10 @@ def test_the_adapters_of_a_mixture_are_counted_by_ranks() -> None:
 
 def test_the_tower_is_whole_on_every_rank_of_an_engine() -> None:
     numbers = shape("32b").numbers
-    found = plan("32b", "H200:2", ranks=2, tensor_parallel=2, max_context_length=8192)
     assert numbers.tower > 500e6
-    assert part(found, "engine", "base") == (numbers.tower + (numbers.base - numbers.tower) // 2) * 2
+    for copies, process in ((2, "engine"), (1, "holder")):
+        found = plan("32b", "H200:2", ranks=2, tensor_parallel=2, base_copies=copies, max_context_length=8192)
+        assert part(found, process, "base") == (numbers.tower + (numbers.base - numbers.tower) // 2) * 2
 
 
 def test_large_models_of_rank_32_fit_one_card_with_one_copy_of_the_base() -> None:
@@ -164,7 +165,7 @@ def test_seventy_billion_fit_four_cards_in_shards() -> None:
 
 def test_trainer_and_engine_are_apart_where_they_do_not_fit_together() -> None:
     name = "Qwen/Qwen3.5-35B-A3B"
-    found = plan(name, "H200:2", lora_layout="own")
+    found = plan(name, "H200:2", lora_layout="own", base_copies=2)
     assert found.demands[name].lora_rank == 32
     assert found.layouts[name] == Layout((0,), ((1,),), replicates=True)
     assert found.of(0, process="engine") == found.of(1, process="trainer") == 0
@@ -172,7 +173,7 @@ def test_trainer_and_engine_are_apart_where_they_do_not_fit_together() -> None:
     assert on_one.demands[name].lora_rank >= 32
 
 
-def test_a_base_is_shared_only_where_trainer_and_engine_have_it_whole() -> None:
+def test_a_base_is_shared_only_where_trainer_and_engine_have_it_whole_or_divided_alike() -> None:
     size = shape("8b-text")
     demand = Demand(4096, 8, 1, 1, 4096, 16, None)
     kinds = {
@@ -180,13 +181,16 @@ def test_a_base_is_shared_only_where_trainer_and_engine_have_it_whole() -> None:
         "apart": (Layout((0,), ((1,),), replicates=True), []),
         "more ranks": (Layout((0, 1), ((1,),), replicates=True), [0, 1]),
         "divided engine": (Layout((0, 1), ((0, 1),), replicates=True), []),
+        "divided alike": (Layout((0, 1), ((0, 1),), replicates=False), [0, 1]),
         "sharded": (Layout((0, 1), ((0,), (1,)), replicates=False), []),
     }
     for kind, (layout, shared) in kinds.items():
         parts = plan_parts([size], {size.name: demand}, {size.name: layout}, "cuda", base_copies=1)
         assert [one.gpu for one in parts if one.process == "holder" and one.name == "base"] == shared, kind
         copies = sum(one.size_bytes for one in parts if one.name == "base")
-        if kind != "sharded":
+        if kind == "divided alike":
+            assert copies < 2 * size.base_bytes
+        elif kind != "sharded":
             whole = len(shared) or len(layout.trainer) + (1 if kind == "divided engine" else len(layout.engines))
             assert copies == whole * size.base_bytes, kind
 
@@ -362,7 +366,7 @@ def test_one_copy_of_the_base_is_suggested_where_that_is_enough() -> None:
         suggestions([shape(name)], BackendConfig(max_lora_rank=32, base_copies=2), machine(gpus), "cuda")
         for name, gpus in ONE_COPY
     ]
-    assert [one[0].flag == "--base-copies 1" for one in found] == [True, True, False, False]
+    assert [one[0].flag == "--base-copies 1" for one in found] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(("name", "gpus", "copies", "settings"), REFUSED)

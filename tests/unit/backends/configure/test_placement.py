@@ -138,10 +138,34 @@ def test_one_copy_of_a_base_is_chosen_where_trainer_and_engine_can_share_it() ->
         plan([LARGE], gpus(32), base_copies=2)
     assert not plan([replace(LARGE, can_be_shared=False)], gpus(80), base_copies=None).holds("large")
     assert not plan([LARGE], gpus(80, 2), base_copies=None, trainer_gpus=(0,), sampler_gpus=(1,)).holds("large")
-    shards = plan([model("huge", 100, 4)], gpus(80, 4), base_copies=None)
+    shards = plan([model("huge", 100, 4)], gpus(80, 4), base_copies=2)
     assert not shards.holds("huge") and len(shards.layouts["huge"].engines[0]) == 4
     both = plan([LARGE, replace(SMALL, can_be_shared=False)], gpus(80), base_copies=None)
     assert both.holds("large") and not both.holds("small")
+
+
+def test_one_copy_is_divided_where_no_gpu_has_room_for_the_whole() -> None:
+    huge = model("huge", 100, 4)
+    assert len(plan([huge], gpus(140, 2), base_copies=None).layouts["huge"].engines[0]) == 1
+    found = plan([huge], gpus(80, 4), base_copies=None)
+    assert found.layouts["huge"] == Layout((0, 1), ((0, 1),), replicates=False)
+
+    def base(process: str) -> list[int]:
+        return [one.size_bytes for one in found.parts if (one.process, one.name) == (process, "base")]
+
+    # A gathered layer as received and as used, and nothing of its own.
+    assert base("holder") == [50 * GIB] * 2 and base("trainer") == [8 * GIB] * 2 and base("engine") == []
+    (where,) = [placement(found, "huge")]
+    assert where.gpus == where.engines[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"engines": 2}, {"ranks": 2, "tensor_parallel": 4}, {"trainer_gpus": (0, 1), "sampler_gpus": (2, 3)}],
+)
+def test_one_copy_is_not_divided_where_ranks_or_gpus_are_not_alike(settings: dict[str, Any]) -> None:
+    found = plan([model("large", 60, 1)], gpus(100, 4), base_copies=None, **settings)
+    assert found.layouts["large"].replicates or not found.holds("large")
 
 
 def test_a_rank_is_never_counted_with_more_than_the_whole_base() -> None:
@@ -375,8 +399,16 @@ def test_one_copy_of_a_base_is_refused_by_name_where_it_cannot_be_shared() -> No
     config = BackendConfig(models={"a": str(source)}, device="cpu", base_copies=1)
     machine = Machine(64 * GIB)
     assert describe_models(config, machine)["a"].spec.base_copies == 1
-    with pytest.raises(BackendFailed, match=r"base_copies 1 .* not supported: .*no GPU has the whole base"):
-        find("a", source, config.model_copy(update={"tensor_parallel": 2}), machine)
+    divided = config.model_copy(update={"tensor_parallel": 2})
+    spec = describe_models(divided, machine)["a"].spec
+    assert spec.divides_base and spec.mesh == Mesh(shard=2) and spec.base_gpus == (0, 1)
+    for settings, reason in (
+        ({"engines": 2}, "which has no second engine"),
+        ({"cluster": True}, "on the same GPUs of one machine"),
+        ({"ranks": 3}, "each of 3 ranks of the trainer would map what one of 2 of the engine has"),
+    ):
+        with pytest.raises(BackendFailed, match=f"base_copies 1 .* not supported: .*{reason}.*; set it to 2"):
+            find("a", source, divided.model_copy(update=settings), machine)
 
 
 def test_numbers_of_gpus_are_nothing_to_a_plan_on_the_cpu() -> None:
