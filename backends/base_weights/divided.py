@@ -239,4 +239,6 @@ def _without_memory(size_bytes: int) -> Tensor:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that writing to it is undefined: it ends the process
-        return torch.frombuffer(mmap.mmap(-1, max(size_bytes, _PAGE), flags=flags, prot=mmap.PROT_READ), dtype=torch.uint8)
+        return torch.frombuffer(
+            mmap.mmap(-1, max(size_bytes, _PAGE), flags=flags, prot=mmap.PROT_READ), dtype=torch.uint8
+        )

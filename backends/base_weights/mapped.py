@@ -320,9 +320,7 @@ def map_tensors(source: Source, exchange: Callable[[object], list[Any]] = alone)
 
         views = {name: view for name, view in held.views.items() if is_good(name, view.tensor)}
         parts = {
-            name: found
-            for name, found in held.parts.items()
-            if all(is_good(name, part.view.tensor) for part in found)
+            name: found for name, found in held.parts.items() if all(is_good(name, part.view.tensor) for part in found)
         }
         everyones: list[tuple[set[str], Mapping[str, Sequence[Part]]]] = exchange((set(views), parts))
         whole = set.intersection(*(of_rank for of_rank, _ in everyones))

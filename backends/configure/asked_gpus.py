@@ -22,7 +22,9 @@ def set_ranks(config: BackendConfig) -> int | None:
 def may_divide(config: BackendConfig) -> bool:
     """Return whether the settings let trainer and engine have the same number of ranks, on the same GPUs of this
     machine: one copy of a base can then be divided."""
-    same = config.sampler_gpus is None or config.trainer_gpus is None or {*config.sampler_gpus} == {*config.trainer_gpus}
+    same = (
+        config.sampler_gpus is None or config.trainer_gpus is None or {*config.sampler_gpus} == {*config.trainer_gpus}
+    )
     return same and config.engines in (None, 1) and not config.cluster
 
 

@@ -17,9 +17,7 @@ def matrix(num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tenso
     return bytes_, unpack(bytes_, torch.empty(num_outputs, num_inputs))
 
 
-def take_part(
-    whole_B: torch.Tensor, shape: tuple[int, int], rows: torch.Tensor, columns: torch.Tensor
-) -> torch.Tensor:
+def take_part(whole_B: torch.Tensor, shape: tuple[int, int], rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """These rows and columns, in memory that was not empty."""
     part = torch.full((packed_bytes(len(rows), len(columns)),), 7, dtype=torch.uint8)
     copy_part(whole_B, shape, rows, columns, part)
