@@ -3,8 +3,8 @@
 The SDK, torch and what needs them is imported by the fixtures that use it: `make test-fast` needs none of it.
 """
 
-import importlib
 import gc
+import importlib
 import itertools
 import os
 import sys

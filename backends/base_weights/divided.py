@@ -1,7 +1,7 @@
 """A base of which each of an engine's ranks holds a part: how a trainer's rank finds its parameters in all parts.
 
 transformers makes the trainer's parameters of the files' tensors: it renames, stacks and concatenates them. So it gets
-stand-ins: views of tensors as an engine of one rank would have them, in addresses of which none has memory. A
+stand-ins: views of tensors as an undivided engine would have them, in addresses of which none has memory. A
 parameter that is a view there tells by its address which tensors of the files it has, and where. Each rank knows which
 parts of these its engine has. All parts of a parameter, of all ranks, are what is copied after a gathering.
 """
@@ -70,7 +70,7 @@ class Divided:
         """Make the parameter: `whole` is contiguous, and `gathered` has each block of all ranks, in their order."""
         flat = whole.view(-1)
         of_ranks = [
-            one.view(-1).unflatten(0, (-1, block.numel())) for one, block in zip(gathered, self.blocks, strict=True)
+            sent.view(-1).unflatten(0, (-1, block.numel())) for sent, block in zip(gathered, self.blocks, strict=True)
         ]
         for copy in self.copies:
             copy.target.of(flat).copy_(copy.source.of(of_ranks[copy.block][copy.rank]))
@@ -82,13 +82,14 @@ class StandIns:
     def __init__(
         self, views: Mapping[str, View], parts: Sequence[Mapping[str, Sequence[Part]]], held: Mapping[str, Tensor]
     ) -> None:
-        """`views` are those of an engine of one rank, `parts` those of each rank, and `held` has this rank's tensors
+        """`views` are those of an undivided engine, `parts` those of each rank, and `held` has this rank's tensors
         of the engine."""
         self._views, self._parts, self._held = views, parts, held
         of_ranks = {name: next(part for of_rank in parts for part in of_rank[name]) for name in views}
         dtypes = {view.tensor: held[of_ranks[name].view.tensor].dtype for name, view in views.items()}
         wholes = {view.tensor: view.whole_shape for view in views.values()}
-        sizes = [_allocated(wholes[name], dtype) for name, dtype in dtypes.items()]
+        num_bytes = (torch.Size(wholes[name]).numel() * dtype.itemsize for name, dtype in dtypes.items())
+        sizes = [-(-size // _PAGE) * _PAGE for size in num_bytes]
         self._begins = dict(zip(dtypes, accumulate(sizes, initial=0), strict=False))
         self._dtypes = dtypes
         self._memory = _without_memory(sum(sizes))
@@ -114,7 +115,7 @@ class StandIns:
         """Return whether a parameter is a view of stand-ins."""
         return parameter.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
-    def divided(self, parameter: Tensor) -> Divided:
+    def find(self, parameter: Tensor) -> Divided:
         """Return how a parameter is made, which is a view of stand-ins. Raises BackendFailed if it has other numbers
         than their tensors."""
         begin = int(parameter.storage_offset()) * parameter.itemsize
@@ -133,15 +134,15 @@ class StandIns:
             for rank, of_rank in enumerate(self._parts):
                 for part in of_rank[name]:
                     # Ranks may have the same numbers, as of key heads.
-                    target = _place(own, _in_whole(view, part), whole)
+                    target = _place(own, Region(part.view.shape, *part.place_in(view)), whole)
                     source = Region(part.view.shape, part.view.stride, part.view.offset)
                     copies.setdefault(target, (rank, part.view.tensor, source))
         unfilled = parameter.numel() - sum(map(_count, copies))
         if not 0 <= unfilled <= num_files * (MOST_PADDING if parameter.dtype == torch.uint8 else 0):
             raise BackendFailed(f"the ranks of the engine have not all of {whole} between them; {INSTEAD}")
-        return self._sent(tuple(parameter.shape), copies)
+        return self._plan_sending(tuple(parameter.shape), copies)
 
-    def _sent(self, shape: tuple[int, ...], copies: Mapping[Region, tuple[int, str, Region]]) -> Divided:
+    def _plan_sending(self, shape: tuple[int, ...], copies: Mapping[Region, tuple[int, str, Region]]) -> Divided:
         """Have each rank send, of each tensor, the run of numbers that has what any rank has of the parameter there."""
         names = sorted({name for _, name, _ in copies.values()})
         blocks, begins = [], []
@@ -154,7 +155,7 @@ class StandIns:
         for target, (rank, name, source) in copies.items():
             block = names.index(name)
             found.append(Copy(rank, block, replace(source, offset=source.offset - begins[block]), target))
-        return Divided(blocks, merged(found), shape)
+        return Divided(blocks, merge(found), shape)
 
     def require_all_found(self, source: str) -> None:
         """Raise BackendFailed if no parameter is a view of some tensor: the trainer computes with what it makes of
@@ -163,17 +164,18 @@ class StandIns:
             raise BackendFailed(f"{source}: the trainer has {left[0]} otherwise than the engine; {INSTEAD}")
 
 
-def merged(copies: Sequence[Copy]) -> list[Copy]:
-    """Return the same copies as fewer: those that are equally far apart in both tensors, as of experts, are one of a
-    dimension more."""
+def merge(copies: Sequence[Copy]) -> list[Copy]:
+    """Return the same copies as fewer: those that are equally far apart in both tensors, as of experts, become a copy
+    of a dimension more."""
     alike: defaultdict[tuple[object, ...], list[Copy]] = defaultdict(list)
     for copy in copies:
         strides = copy.source.stride, copy.target.stride
         alike[copy.rank, copy.block, copy.source.shape, *strides].append(copy)
-    return [one for group in alike.values() for one in _merged(sorted(group, key=lambda copy: copy.target.offset))]
+    in_order = (sorted(group, key=lambda copy: copy.target.offset) for group in alike.values())
+    return [copy for group in in_order for copy in _merge_alike(group)]
 
 
-def _merged(copies: Sequence[Copy]) -> list[Copy]:
+def _merge_alike(copies: Sequence[Copy]) -> list[Copy]:
     steps = {
         (after.source.offset - before.source.offset, after.target.offset - before.target.offset)
         for before, after in pairwise(copies)
@@ -185,19 +187,10 @@ def _merged(copies: Sequence[Copy]) -> list[Copy]:
         return list(copies)
     first = copies[0]
 
-    def stacked(region: Region, step: int) -> Region:
+    def stack(region: Region, step: int) -> Region:
         return Region((len(copies), *region.shape), (step, *region.stride), region.offset)
 
-    return [replace(first, source=stacked(first.source, source_step), target=stacked(first.target, target_step))]
-
-
-def _in_whole(view: View, part: Part) -> Region:
-    """Return a part of a tensor of the files as a region of the tensor that an engine of one rank has."""
-    if len(view.shape) == 1:
-        steps = tuple(step * view.stride[0] for step in part.steps)
-        return Region(part.view.shape, steps, view.offset + part.begin[0] * view.stride[0])
-    offset = view.offset + sum(at * step for at, step in zip(part.begin, view.stride, strict=True))
-    return Region(part.view.shape, view.stride, offset)
+    return [replace(first, source=stack(first.source, source_step), target=stack(first.target, target_step))]
 
 
 def _place(own: Region, part: Region, whole: str) -> Region:
@@ -227,11 +220,6 @@ def _place(own: Region, part: Region, whole: str) -> Region:
 
 def _count(region: Region) -> int:
     return torch.Size(region.shape).numel()
-
-
-def _allocated(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of addresses for a tensor."""
-    return -(-torch.Size(shape).numel() * dtype.itemsize // _PAGE) * _PAGE
 
 
 def _without_memory(size_bytes: int) -> Tensor:

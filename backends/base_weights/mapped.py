@@ -7,7 +7,7 @@ import pickle
 import random
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -181,34 +181,29 @@ class Files:
         require_same(name, held_numbers, numbers.get_shape(), numbers)
         require_same(f"{name}, scales", held_scales, scales.get_shape(), scales)
 
-    def require_same_part_packed(self, name: str, part: Part, held: Tensor) -> None:
+    def require_same_part_packed(self, name: str, view: Tensor, part: Part) -> None:
         """Raise BackendFailed unless a rank's part of the bytes of a matrix in fp8 is, in some blocks, that of the
         files: of numbers or of scales."""
-        view, (num_rows, num_columns) = part.view.of(held), self._shape(name)
+        num_rows, num_columns = self._shape(name)
         begin_of_numbers = packed_bytes(num_rows, num_columns) - round_up(num_rows * num_columns)
         are_scales = part.begin[0] < begin_of_numbers
         width = 4 * -(-num_columns // BLOCK) if are_scales else num_columns
         first_row, first_column = divmod(part.begin[0] - (0 if are_scales else begin_of_numbers), width)
         for index in _blocks(name, view):
             (rows,) = index or (slice(0, len(view)),)
-            moved = slice(first_row + rows.start, first_row + rows.stop)
-            read = self._read_scales(name, moved) if are_scales else self._read_numbers(name, moved)
+            begin, end = first_row + rows.start, first_row + rows.stop
+            read = self._read_fp8(name, begin, end, are_scales=are_scales)
             found = read.contiguous().view(torch.uint8)[:, first_column : first_column + view.shape[1]]
             _require_bits(name, view[rows], found, index)
 
-    def _read_numbers(self, name: str, rows: slice) -> Tensor:
-        """Read rows of a matrix in fp8."""
+    def _read_fp8(self, name: str, begin: int, end: int, *, are_scales: bool) -> Tensor:
+        """Read rows of a matrix in fp8, or the scales, in float32, of rows of its blocks."""
         if (origin := self._origins.get(name)) is None:
-            return self._halves(name)[0][(rows,)]
-        begin = rows.start // BLOCK * BLOCK
-        quantised = quantise(origin.read(self.slice(origin.tensor), begin, -(-rows.stop // BLOCK) * BLOCK))
-        return quantised[0][rows.start - begin : rows.stop - begin]
-
-    def _read_scales(self, name: str, rows: slice) -> Tensor:
-        """Read the scales, in float32, of rows of blocks."""
-        if (origin := self._origins.get(name)) is None:
-            return self._halves(name)[1][(rows,)].float()
-        return quantise(origin.read(self.slice(origin.tensor), rows.start * BLOCK, rows.stop * BLOCK))[1]
+            numbers, scales = self._halves(name)
+            return scales[begin:end,].float() if are_scales else numbers[begin:end,]
+        first, last = (begin, end) if are_scales else (begin // BLOCK, -(-end // BLOCK))
+        numbers_NK, scales_IJ = quantise(origin.read(self.slice(origin.tensor), first * BLOCK, last * BLOCK))
+        return scales_IJ if are_scales else numbers_NK[begin - first * BLOCK : end - first * BLOCK]
 
 
 @dataclass(frozen=True)
@@ -220,7 +215,7 @@ class _Held:
     views: Mapping[str, View]
     """Where it has the files' tensors that it has whole, by their names."""
     divided: Mapping[str, View]
-    """Where an engine of one rank would have those that ranks have between them."""
+    """Where an undivided engine would have those that ranks have between them."""
     parts: Mapping[str, Sequence[Part]]
     """The parts of them that are here."""
 
@@ -275,17 +270,18 @@ class BaseTensors:
         """Return every tensor, or its stand-in."""
         return {**self.mapped, **self.own, **self.stand_ins.tensors()}
 
-    def joined_views(self) -> "JoinedViews":
+    def without_copies(self) -> "JoinedViews":
         """Return the mode in which what is mapped, or stood in for, is not copied."""
         return JoinedViews({**self.mapped, **self.stand_ins.tensors()})
 
     @cached_property
-    def _mapped_storages(self) -> set[int]:
+    def storages(self) -> set[int]:
+        """Addresses of what is mapped."""
         return {_storage(one) for one in self.mapped.values()}
 
     def has_mapped(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in mapped memory."""
-        return _storage(tensor) in self._mapped_storages
+        return _storage(tensor) in self.storages
 
 
 def alone(value: T) -> list[T]:
@@ -329,10 +325,11 @@ def map_tensors(source: Source, exchange: Callable[[object], list[Any]] = alone)
         for name in files.names():
             if name in whole:
                 mapped[name] = views[name].of(held.tensors[views[name].tensor])
-                _require_whole(files, name, mapped[name], layouts[name][0], stays=name in source.staying)
+                _require_held(files, name, mapped[name], None, stays=name in source.staying)
             elif name in divided:
                 for part in parts[name]:
-                    _require_part(files, name, part, held.tensors[part.view.tensor], stays=name in source.staying)
+                    view = part.view.of(held.tensors[part.view.tensor])
+                    _require_held(files, name, view, part, stays=name in source.staying)
             else:
                 log.info("%s: the trainer keeps its own copy of %s", source.directory, name)
                 own[name] = files.tensor(name)
@@ -340,18 +337,17 @@ def map_tensors(source: Source, exchange: Callable[[object], list[Any]] = alone)
     return BaseTensors(mapped, own, StandIns({n: held.divided[n] for n in sorted(divided)}, of_ranks, held.tensors))
 
 
-def _require_whole(files: Files, name: str, view: Tensor, shape: Sequence[int], *, stays: bool) -> None:
-    if stays:
+def _require_held(files: Files, name: str, view: Tensor, part: Part | None, *, stays: bool) -> None:
+    """Raise BackendFailed unless a held tensor, or a part of it, is in some blocks what the files have."""
+    if part is None and stays:
         files.require_same_packed(name, view)
+    elif part is None:
+        file = files.slice(name)
+        require_same(name, view, file.get_shape(), file)
+    elif stays:
+        files.require_same_part_packed(name, view, part)
     else:
-        require_same(name, view, shape, files.slice(name))
-
-
-def _require_part(files: Files, name: str, part: Part, held: Tensor, *, stays: bool) -> None:
-    if stays:
-        files.require_same_part_packed(name, part, held)
-    else:
-        require_same(name, part.view.of(held), part.view.shape, _PartInFile(files.slice(name), part.index))
+        require_same(name, view, part.view.shape, _PartInFile(files.slice(name), part.index))
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ class Part:
     have more dimensions than they."""
     view: View
 
+    def place_in(self, view: View) -> tuple[Strides, int]:
+        """Return strides and offset of the part in the tensor of which the whole tensor of the files is a view."""
+        if len(view.shape) == 1:
+            return tuple(step * view.stride[0] for step in self.steps), view.offset + self.begin[0] * view.stride[0]
+        return view.stride, view.offset + sum(at * step for at, step in zip(self.begin, view.stride, strict=True))
+
     @property
     def index(self) -> tuple[slice, ...]:
         """The part's place in the files' tensor, if it has as many dimensions."""
@@ -179,8 +185,8 @@ def _join(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Tens
         return None
     strides: dict[int, int] = {}
     for source, target in copies:
-        found = _strides(file, source, target)
-        if found is None or any(strides.setdefault(dim, step) != step for dim, step in found.items()):
+        dims = _dims(file, source, target)
+        if dims is None or any(strides.setdefault(dim, step) != step for dim, (_, step) in dims.items()):
             return None
     origins = [(_index(file, int(source.storage_offset())), int(target.storage_offset())) for source, target in copies]
     (first, first_offset), *others = origins
@@ -214,12 +220,6 @@ def _part(name: str, file: Tensor, whole: Tensor, source: Tensor, target: Tensor
     if math.prod(shape) != source.numel() or min(stride, default=1) < 1:
         return None
     return Part(begin, file.stride(), View(name, shape, stride, offset, *layout))
-
-
-def _strides(file: Tensor, source: Tensor, target: Tensor) -> dict[int, int] | None:
-    """Return the target's stride for each dimension of `file` in which `source`, a part of it, has several numbers."""
-    dims = _dims(file, source, target)
-    return None if dims is None else {dim: step for dim, (_, step) in dims.items()}
 
 
 def _dims(file: Tensor, source: Tensor, target: Tensor) -> dict[int, tuple[int, int]] | None:

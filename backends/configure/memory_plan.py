@@ -266,7 +266,7 @@ def _engine_base_bytes(size: ModelSize, tensor_parallel: int) -> int:
     return size.rank_numbers(tensor_parallel) * size.number_bytes - size.packed_savings // tensor_parallel
 
 
-def _gathering(size: ModelSize, parts: Mapping[str, int]) -> dict[str, int]:
+def _gathering(size: ModelSize, parts: dict[str, int]) -> dict[str, int]:
     """Return the parts of a trainer's rank that maps the engine's part of the base: what it all-gathers, as received
     and as used, in place of a shard too."""
     gathered_bytes = min(size.base_bytes, 2 * size.all_gathered_bytes)

@@ -121,8 +121,8 @@ class Support:
         if (parallel := config.tensor_parallel or 1) > 1:
             if not may_divide(config):
                 return (
-                    f"with backend.tensor_parallel {parallel} trainer and engine have one divided copy, on the same GPUs of"
-                    " one machine, which has no second engine"
+                    f"with backend.tensor_parallel {parallel} trainer and engine have one divided copy, on the same"
+                    " GPUs of one machine, which has no second engine"
                 )
             if (ranks := set_ranks(config) or parallel) != parallel:
                 return f"each of {ranks} ranks of the trainer would map what one of {parallel} of the engine has"

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.slow
 KINDS = {
     "Qwen3": (make_tiny_text, 2),
     "Qwen3-VL": (make_tiny_vl, 2),
+    "Qwen3-VL, tied": (partial(make_tiny_vl, tie=True), 2),
     **{kind: made for kind, made in DIVIDED.items() if kind != "gpt-oss"},
 }
 IN_BFLOAT16 = ("Qwen3-Next", "Qwen3.5 MoE")

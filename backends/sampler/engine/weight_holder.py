@@ -55,7 +55,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         self._spec = spec = with_own_links(spec, self._socket.with_suffix(".files"))
         self._views: dict[str, View] = {}
         self._divided: dict[str, View] = {}
-        """Where an engine of one rank would have what ranks have between them."""
+        """Where an undivided engine would have what ranks have between them."""
         self._parts: dict[str, list[Part]] = {}
         """Where this rank has its parts of it."""
         self._shared: dict[int, SharedTensor] = {}
@@ -99,13 +99,13 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     def get_model(self) -> nn.Module:
         """Make vLLM's model with this rank's weights."""
-        with seated(*self._seat):
+        with as_rank(*self._seat):
             model: nn.Module = super().get_model()
         return model
 
     def _divide(self, views: Mapping[str, View], files: Files) -> dict[str, View]:
         """Find the parts of this rank; return the views of what it has whole."""
-        with seated(*self._seat), make_on_meta(holder_config(self._spec)) as model:
+        with as_rank(*self._seat), make_on_meta(holder_config(self._spec)) as model:
             parts = trace_parts(model.load_weights, parameters_of(model), files.layouts())
         held, wholes = parameters_of(self._loaded), {}
         for name, view in views.items():
@@ -186,8 +186,8 @@ def join_alone(config: VllmConfig, meeting: str) -> None:
 
 
 @contextmanager
-def seated(rank: int, num_ranks: int) -> Iterator[None]:
-    """Have vLLM's layers take this process for one of several ranks, while they are made and loaded: none needs the
+def as_rank(rank: int, num_ranks: int) -> Iterator[None]:
+    """Have vLLM's layers take this process for a rank of several, while they are made and loaded: none needs the
     others for that."""
     group = get_tp_group()
     alone = group.rank_in_group, group.world_size

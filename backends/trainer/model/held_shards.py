@@ -5,8 +5,6 @@ gates and ups, within each. So a shard here is a stand-in of FSDP2's shape: what
 a whole parameter is put together by copies (`base_weights/divided.py`).
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -35,22 +33,26 @@ class HeldShard(Tensor):
         """Put the whole parameter together: in `out`, whose memory FSDP2 has given back in between, or anew."""
         first = all_gather_outputs[0]
         whole = first.new_empty(self.divided.shape, dtype=param_dtype) if out is None else out.detach()
-        with torch.autograd._unsafe_preserve_version_counter((whole,)):  # as FSDP2 does: it has the same numbers again
+        # As FSDP2 does: it has the same numbers again.
+        with torch.autograd._unsafe_preserve_version_counter((whole,)):  # type: ignore[attr-defined]
             self.divided.fill(whole, all_gather_outputs)
-        for one in all_gather_outputs:  # which FSDP2 would keep as long as the parameter
-            one.untyped_storage().resize_(0)
+        for sent in all_gather_outputs:  # which FSDP2 would keep as long as the parameter
+            sent.untyped_storage().resize_(0)
         return (whole, (whole,)) if out is None else None
 
 
 def stand_in(divided: Divided, num_ranks: int, device: torch.device) -> HeldShard:
-    """Return a shard as large as the largest that FSDP2 would give to a rank; it has the memory of one number."""
+    """Return a shard as large as the largest that FSDP2 would give to a rank; it has the memory of a number."""
     rows, *others = divided.shape
     number = torch.zeros((), dtype=divided.blocks[0].dtype, device=device)
-    shard = cast(HeldShard, number.expand(-(-rows // num_ranks), *others).as_subclass(HeldShard))
+    shard = number.expand(-(-rows // num_ranks), *others).as_subclass(HeldShard)
     shard.divided = divided
     return shard
 
 
-def without_memory(like: Tensor) -> HeldShard:
-    """Return a tensor on the meta device by which FSDP2 knows that a parameter's shards will be of this kind."""
-    return cast(HeldShard, torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(HeldShard))
+def placeholder(shard: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter without memory by which FSDP2 knows the kind of its shards: `like`, unless that is this."""
+    if not isinstance(shard, HeldShard):
+        return like
+    without_memory = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(HeldShard)
+    return nn.Parameter(without_memory, requires_grad=False)

@@ -39,7 +39,7 @@ from tinker_server.backends.trainer.distributed import Root, World, gather_objec
 from tinker_server.backends.trainer.lora.experts import StackedExperts
 from tinker_server.backends.trainer.lora.packed_fp8 import PackedExperts, PackedLinear
 from tinker_server.backends.trainer.model import attention
-from tinker_server.backends.trainer.model.held_shards import HeldShard, stand_in, without_memory
+from tinker_server.backends.trainer.model.held_shards import HeldShard, placeholder, stand_in
 from tinker_server.backends.trainer.model.own_precision import keeping_precision
 from tinker_server.backends.trainer.model.stacked_experts import Readable, stacked_shapes, with_stacked_experts
 
@@ -107,16 +107,17 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
             own[name] = shards.cut(weight)
     if tensors is not None:
         tensors.stand_ins.require_all_found(config.directory)
-    _replace(model, lambda name, one: _marked(own[name], one))
+    _replace(model, lambda name, parameter: placeholder(own[name], parameter))
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
     if is_sharded:
-        whole = set() if tensors is None else {one for name, one in _named(model) if tensors.has_mapped(own[name])}
+        mapped = set() if tensors is None else {name for name, held in own.items() if tensors.has_mapped(held)}
+        whole = {parameter for name, parameter in _all_parameters(model) if name in mapped}
         shard(root, model.get_decoder().layers, world.machine, whole)
-    _replace(model, lambda name, placeholder: _filled(own[name], placeholder))
+    _replace(model, lambda name, parameter: _fill(own[name], parameter))
     if tensors is not None:
-        _require_mapped(tensors, model, config.directory)
+        _require_mapped(tensors, own.values(), config.directory)
     return root
 
 
@@ -144,8 +145,8 @@ def _model(
     is_fp8 = is_in_blocks(quantisation(config))
     stand_ins = {name: _StandIn(shape, getattr(torch, spec.dtype)) for name, shape in stacked_shapes(staying).items()}
     if tensors is not None:
-        state: dict[str, Readable] = {name: one for name, one in tensors.all().items() if name not in staying}
-        with tensors.joined_views():  # which joins nothing in transformers' threads
+        state: dict[str, Readable] = {name: found for name, found in tensors.all().items() if name not in staying}
+        with tensors.without_copies():  # which joins nothing in transformers' threads
             state = {name: found[...] for name, found in with_stacked_experts(state).items()} if is_fp8 else state
             state |= {name: stand_in[...] for name, stand_in in stand_ins.items()}
             return _made_of(state, family, config, arguments)
@@ -187,7 +188,7 @@ def _read_packed(spec: ModelSpec, names: Collection[str], tensors: BaseTensors |
     """Yield what stays packed by the model's names: of tensors that are read already, or from the files."""
     if tensors is not None:
         read = tensors.all()
-        with tensors.joined_views():
+        with tensors.without_copies():
             stacked = with_stacked_experts({name: read[name] for name in names})
             whole = {name: tensor[...] for name, tensor in stacked.items()}
         yield from whole.items()
@@ -224,11 +225,13 @@ def _made_of(
     return model, found
 
 
-def _require_mapped(tensors: BaseTensors, model: PreTrainedModel, source: str) -> None:
-    """Raise BackendFailed if most of the model is a second copy: the memory was planned for one."""
-    shards = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
-    own_bytes = sum(one.nbytes for one in shards if not isinstance(one, HeldShard) and not tensors.has_mapped(one))
-    total_bytes = sum(one.nbytes for one in shards)
+def _require_mapped(tensors: BaseTensors, shards: Collection[Tensor], source: str) -> None:
+    """Raise BackendFailed if most of a model is a second copy: the memory was planned for one. `shards` are what this
+    rank has of each parameter."""
+    shards = list({id(shard): shard for shard in shards}.values())  # each that is tied once
+    total_bytes = sum(shard.nbytes for shard in shards)
+    own = (shard for shard in shards if not isinstance(shard, HeldShard) and not tensors.has_mapped(shard))
+    own_bytes = sum(shard.nbytes for shard in own)
     figures = f"{own_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB are a copy of the trainer's own"
     if own_bytes > max(_SMALL_OWN_BYTES, _LARGEST_OWN_PART * total_bytes):
         raise BackendFailed(f"{source}: {figures}: the engine has them otherwise; start with --base-copies 2")
@@ -262,7 +265,7 @@ class _Shards:
             return whole
         tensors = self._tensors
         if tensors is not None and tensors.stand_ins.has(whole):
-            return stand_in(tensors.stand_ins.divided(whole), self._count, self._device)
+            return stand_in(tensors.stand_ins.find(whole), self._count, self._device)
         if self._count == 1 or (tensors is not None and tensors.has_mapped(whole)):
             return whole.to(self._device)
         shards = whole.chunk(self._count)
@@ -314,26 +317,21 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def _replace(model: PreTrainedModel, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by what `new` gives for its name and itself; what is tied stays tied."""
     found: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in _named(model):
+    for name, parameter in _all_parameters(model):
         if parameter not in found:
             found[parameter] = new(name, parameter)
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, found[parameter])
 
 
-def _named(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+def _all_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
     """Return every parameter by name, tied ones by each of their names."""
     return list(model.named_parameters(remove_duplicate=False))
 
 
-def _marked(shard: Tensor, placeholder: nn.Parameter) -> nn.Parameter:
-    """Return a placeholder of which FSDP2 knows the kind of its shards."""
-    return nn.Parameter(without_memory(placeholder), False) if isinstance(shard, HeldShard) else placeholder
-
-
-def _filled(shard: Tensor, placeholder: nn.Parameter) -> nn.Parameter:
-    """Return the parameter that has its memory."""
-    parameter = nn.Parameter(as_sharded(shard, placeholder), requires_grad=False)
+def _fill(shard: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Return the parameter that has its memory, where `like` has none."""
+    parameter = nn.Parameter(as_sharded(shard, like), requires_grad=False)
     if isinstance(shard, HeldShard):  # what DTensor makes of it, without its attribute
         parameter._local_tensor = shard  # type: ignore[attr-defined]
     return parameter

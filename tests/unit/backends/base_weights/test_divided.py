@@ -149,7 +149,7 @@ def test_a_parameter_is_put_together_of_the_parts_of_all_ranks(case: str) -> Non
         with JoinedViews(tensors):
             parameters = make(tensors)  # type: ignore[operator]
         assert all(of_rank.has(parameter) for parameter in parameters.values())
-        made.append({name: of_rank.divided(parameter) for name, parameter in parameters.items()})
+        made.append({name: of_rank.find(parameter) for name, parameter in parameters.items()})
         of_rank.require_all_found("a model")
     for name, wanted in make(files).items():  # type: ignore[operator]
         assert put_together([of_rank[name] for of_rank in made], torch.float32).equal(wanted), name
@@ -161,7 +161,7 @@ def test_experts_are_copied_all_at_once_and_no_number_is_sent_in_vain() -> None:
     tensors = stand_ins[1].tensors()
     with JoinedViews(tensors):
         gate_up = join_experts(tensors)["gate_up"]
-    found = stand_ins[1].divided(gate_up)
+    found = stand_ins[1].find(gate_up)
     assert len(found.copies) == NUM_RANKS
     (block,) = found.blocks
     assert block.numel() == held[1]["w13"].numel() and block.data_ptr() == held[1]["w13"].data_ptr()
@@ -188,7 +188,7 @@ def test_a_matrix_in_fp8_is_put_together_with_its_scales() -> None:
             load(own, read, rank, num_ranks)
 
     stand_ins, _ = traced(load_whole, shapes, files)
-    found = put_together([one.divided(one.tensors()["weight"]) for one in stand_ins], torch.uint8)
+    found = put_together([one.find(one.tensors()["weight"]) for one in stand_ins], torch.uint8)
     like = torch.empty(num_rows, num_columns)
     assert unpack(found, like).equal(unpack(files["weight"], torch.empty_like(like)))
 
@@ -199,7 +199,7 @@ def test_what_is_computed_of_stand_ins_is_refused_by_name() -> None:
     tensors = stand_ins[0].tensors()
     assert not stand_ins[0].has(tensors["q"] + 1)
     for name in ("k", "o"):
-        stand_ins[0].divided(tensors[name])
+        stand_ins[0].find(tensors[name])
     with pytest.raises(BackendFailed, match="a model: the trainer has q otherwise than the engine; start with --base-"):
         stand_ins[0].require_all_found("a model")
 
@@ -209,4 +209,4 @@ def test_a_parameter_of_which_ranks_have_not_all_is_refused() -> None:
     stand_ins, _ = traced(load, shapes, {name: torch.randn(shape) for name, shape in file_shapes.items()})
     of_some = StandIns(stand_ins[0]._views, stand_ins[0]._parts[:3], stand_ins[0]._held)
     with pytest.raises(BackendFailed, match="the ranks of the engine have not all of o between them"):
-        of_some.divided(of_some.tensors()["o"])
+        of_some.find(of_some.tensors()["o"])
