@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from tinker_server.backends.base_weights.name_map import Part, View
-from tinker_server.backends.formats.block_fp8 import ALIGNED
 from tinker_server.backends.protocol import BackendFailed
 
 _PAGE = mmap.PAGESIZE
 INSTEAD = "start with --base-copies 2"
-MOST_PADDING = 2 * (ALIGNED - 1)
-"""Bytes of a packed matrix behind its scales and behind its numbers."""
+MOST_PADDING = 30
+"""Bytes of a matrix in fp8 that mean nothing: its scales, and its numbers, are filled up to a multiple of 16."""
 
 
 @dataclass(frozen=True)

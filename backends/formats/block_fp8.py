@@ -30,7 +30,7 @@ _BLOCKS_AT_ONCE = 8
 _FEW_ROWS, _OUTPUTS_FOR_A_ROW = 256, 64
 """Rows up to which weights are dequantised faster within the product than before it: so many, and one for each so many
 outputs, since with few outputs the product does not fill a GPU (benchmarks/RESULTS.md)."""
-ALIGNED = 16
+_ALIGNED = 16
 """Bytes at a multiple of which numbers begin, by which kernels read them fastest."""
 _KNOWN: dict[str, tuple[list[object], str]] = {
     "weight_block_size": ([[BLOCK, BLOCK]], "one scale for a tensor, or for other blocks, has no test here"),
@@ -164,7 +164,7 @@ def _scale_bytes(num_outputs: int, num_inputs: int) -> int:
 
 def round_up(num_bytes: int) -> int:
     """Return the bytes that so many take with their padding."""
-    return -(-num_bytes // ALIGNED) * ALIGNED
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _pad(bytes_: Tensor) -> Tensor:

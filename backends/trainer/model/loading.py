@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
+from tinker_server.backends.base_weights.held_shards import HeldShard, placeholder, stand_in
 from tinker_server.backends.base_weights.mapped import BaseTensors, Files, Source, alone, map_tensors
 from tinker_server.backends.families.coverage import find_packed
 from tinker_server.backends.families.deepseek_v3 import not_loaded
@@ -39,7 +40,6 @@ from tinker_server.backends.trainer.distributed import Root, World, gather_objec
 from tinker_server.backends.trainer.lora.experts import StackedExperts
 from tinker_server.backends.trainer.lora.packed_fp8 import PackedExperts, PackedLinear
 from tinker_server.backends.trainer.model import attention
-from tinker_server.backends.trainer.model.held_shards import HeldShard, placeholder, stand_in
 from tinker_server.backends.trainer.model.own_precision import keeping_precision
 from tinker_server.backends.trainer.model.stacked_experts import Readable, stacked_shapes, with_stacked_experts
 
