@@ -85,6 +85,30 @@ async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(precision: Literal
             assert found.mean() < MEAN and found.max() < LARGEST
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize("shape", ["4b"])
+async def test_two_gpus_have_one_copy_between_them(
+    shape: str, precision: Literal["fp8"] | None, tmp_path: Path
+) -> None:
+    source = make_model(tmp_path / "model", SHAPES[shape])
+    weight_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    alone = replace(spec_of(source, tmp_path / "scratch"), base_precision=precision, tensor_parallel=2)
+    placement = replace(alone.placement, gpus=(0, 1), engines=((0, 1),))
+    async with Parts(replace(alone, placement=placement, mesh=Mesh(shard=2))) as parts:
+        print(f"{weight_bytes / 2**30:.1f} GiB of weights, {used_bytes() / 2**30:.1f} taken of GPU 0")
+        before = await parts.difference(source)
+        print(f"divided, {precision}: mean {before.mean():.4f}, largest {before.max():.4f} nats")
+        assert before.mean() < MEAN and before.max() < LARGEST
+        restarts = parts.base._supervisor.processes()[0].restarts
+        os.kill(parts.holder(), signal.SIGKILL)
+        await parts.base._supervisor.wait_for_restart(restarts)
+        await parts.trainer.wait_for_restart(0)
+        await parts.sampler.engines[0].running()
+        again = await parts.difference(source)
+        assert again.mean() < MEAN and again.max() < LARGEST
+
+
 KINDS: dict[str, Callable[[Path], Path]] = {
     "dense": lambda at: make_tiny_of("qwen3", at, tie_word_embeddings=True),
     "vision": make_tiny_vl,
