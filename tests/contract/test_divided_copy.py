@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.slow
-KINDS = {
+KINDS: dict[str, tuple[Callable[[Path], Path], int]] = {
     "Qwen3": (make_tiny_text, 2),
     "Qwen3-VL": (make_tiny_vl, 2),
     "Qwen3-VL, tied": (partial(make_tiny_vl, tie=True), 2),
