@@ -67,9 +67,8 @@ class BackendConfig(BaseModel):
     stable_reinforce is refused."""
     base_copies: Literal[1, 2] | None = None
     """Copies of a base on a GPU: 2, of trainer and engine; or 1, which a third process holds for both. If absent: 1 on
-    CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base, or if both can have as many
-    ranks on the same GPUs, which then have one copy between them; but 2 where trainer and engine lay it out
-    differently, and with cluster."""
+    CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base, but 2 where they lay it out
+    differently, and with cluster. 1 with tensor_parallel: the GPUs have one copy between them."""
     base_precision: Literal["fp8", "mxfp4"] | None = None
     """fp8: trainers and engines keep the linears and experts of a base in fp8 by blocks, and dequantise them for each
     use: as the files have them, or, if these are not quantised, made of them at load. mxfp4: the same of experts that

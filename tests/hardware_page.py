@@ -55,8 +55,8 @@ IN_FP8 = {
 FP8_HEAD = """
 ## Bases in fp8
 With `--base-precision fp8`, the linears and experts of a decoder that is published in fp8 by blocks stay so, in trainer
-and engine, in one copy, which several cards may divide. Of files that are not quantised, both make the same fp8 at
-load. This table is for either.
+and engine, in one copy if they fit on one card. Of files that are not quantised, both make the same fp8 at load. This
+table is for either.
 
 """
 IN_MXFP4 = {"openai/gpt-oss-20b": "gpt-oss-20b, text, experts", "openai/gpt-oss-120b": "gpt-oss-120b, text, experts"}

@@ -1,15 +1,13 @@
 """Choose every base model's GPUs, sizes and memory so that the plan fits, or refuse with every figure.
 
-Trainer and engine map the same copy of a model on each GPU where both can have it whole; else, where both can have as
-many ranks, the same parts of one copy; else a model is in memory once
-in its trainer and once in each engine of its sampler, several trainer ranks share its weights unless each has room for
-all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
-settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
-the default context, trainer and engine on the same GPUs rather than apart; then ranks and engines on all GPUs, which
-the models have evenly between them; then the largest rank; then the most slots and models at once that leave room for
-a usual KV cache. On each GPU what is left over
-is divided evenly among its models: a trainer takes at most half of it, for microbatches that recompute nothing, and
-the KV cache the rest.
+Trainer and engine map the same copy of a model on each GPU where both can have it whole, or if one copy is asked for
+the same parts of it; else a model is in memory once in its trainer and once in each engine of its sampler, several
+trainer ranks share its weights unless each has room for all, and so do the ranks of an engine. On the CPU everything is
+in main memory. The operator's settings are kept. Those that are absent are chosen in this order: the fewest GPUs on
+which a model of rank 32 fits with the default context, trainer and engine on the same GPUs rather than apart; then
+ranks and engines on all GPUs, which the models have evenly between them; then the largest rank; then the most slots and
+models at once that leave room for a usual KV cache. On each GPU what is left over is divided evenly among its models: a
+trainer takes at most half of it, for microbatches that recompute nothing, and the KV cache the rest.
 """
 
 import math
@@ -84,8 +82,9 @@ def this_machine() -> Machine:
 def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:
     """Return the plan of all models, with what is left over given out. Raises BackendFailed with every figure of the
     fullest GPU if they do not fit."""
+    divides = config.base_copies == 1  # only if it is asked for: it has not run on GPUs
     searches = [
-        _Search(sizes, config.model_copy(update={"base_copies": copies}), machine, device)
+        _Search(sizes, config.model_copy(update={"base_copies": copies}), machine, device, divides=divides)
         for copies in _base_copies(sizes, config, device)
     ]
     bases = [*_bases(config, device)]
@@ -174,8 +173,11 @@ class _Search:
         config: BackendConfig,
         machine: Machine,
         device: Device,
+        *,
+        divides: bool,
     ) -> None:
         self._sizes, self._config, self._device = sizes, config, device
+        self._may_divide = divides and may_divide(config)
         usable = usable_bytes(config, () if device == "cpu" else machine.gpu_bytes)
         self._totals = (machine.main_bytes,) if device == "cpu" else usable
         self._largest_gpu = max(machine.gpu_bytes, default=0)
@@ -338,7 +340,7 @@ class _Search:
         apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
         tries = [(r, t, is_apart) for r in ranks for t in parallel for is_apart in apart]
         if config.base_copies == 1:  # whole, or divided alike
-            alike = may_divide(config)
+            alike = self._may_divide
             tries = [(r, t, is_apart) for r, t, is_apart in tries if t == 1 or (r == t and alike and not is_apart)]
         fitting = [split for split in tries if _num_used(*split) <= len(self._totals)]
         yield from sorted(fitting, key=lambda split: (_num_used(*split), split[2], -split[0], split[1]))

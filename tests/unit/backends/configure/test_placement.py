@@ -144,10 +144,11 @@ def test_one_copy_of_a_base_is_chosen_where_trainer_and_engine_can_share_it() ->
     assert both.holds("large") and not both.holds("small")
 
 
-def test_one_copy_is_divided_where_no_gpu_has_room_for_the_whole() -> None:
+def test_one_copy_that_is_asked_for_is_divided_where_no_gpu_has_room_for_the_whole() -> None:
     huge = model("huge", 100, 4)
-    assert len(plan([huge], gpus(140, 2), base_copies=None).layouts["huge"].engines[0]) == 1
-    found = plan([huge], gpus(80, 4), base_copies=None)
+    assert len(plan([huge], gpus(140, 2), base_copies=1).layouts["huge"].engines[0]) == 1
+    assert not plan([huge], gpus(80, 4), base_copies=None).holds("huge")
+    found = plan([huge], gpus(80, 4), base_copies=1)
     assert found.layouts["huge"] == Layout((0, 1), ((0, 1),), replicates=False)
 
     def base(process: str) -> list[int]:
