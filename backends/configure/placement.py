@@ -236,14 +236,18 @@ class _Search:
                 plan, wish = larger, replace(wish, lora_rank=rank, models_at_once=several)
                 break
         slots = () if config.adapter_slots else range(wish.models_at_once + 1, MOST_SLOTS + 1)
+        plan, wish = self._grow(plan, wish, [replace(wish, adapter_slots=count) for count in slots])
         models = () if config.models_at_once else range(wish.models_at_once + 1, MOST_MODELS + 1)
-        for name, counts in (("adapter_slots", slots), ("models_at_once", models)):
-            for count in counts:
-                more = self._recount(plan, replace(wish, **{name: count}))
-                if not self._leaves_cache(more):
-                    break
-                plan, wish = more, replace(wish, **{name: count})
-        return plan
+        return self._grow(plan, wish, [replace(wish, models_at_once=count) for count in models])[0]
+
+    def _grow(self, plan: MemoryPlan, wish: _Open, larger: Sequence[_Open]) -> tuple[MemoryPlan, _Open]:
+        """Return the last plan, with its demand, before a larger demand leaves too little."""
+        for more in larger:
+            counted = self._recount(plan, more)
+            if not self._leaves_cache(counted):
+                break
+            plan, wish = counted, more
+        return plan, wish
 
     def _leaves_cache(self, plan: MemoryPlan) -> bool:
         """Return whether a plan fits, and each engine has room for a usual KV cache besides."""
