@@ -88,7 +88,7 @@ class Server:
         timer.start()
         line = present(self.process.stdout).readline()
         timer.cancel()
-        assert re.search(re.escape(self.base_url), line), f"no URL but {line!r}; log:\n{self.log.read_text()[-4000:]}"
+        assert re.search(re.escape(self.base_url), line), f"no URL but {line!r}; log:\n{self.log.read_text()[-12000:]}"
         return self
 
     def stop(self, by: signal.Signals = signal.SIGINT) -> int:
