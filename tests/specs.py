@@ -1,5 +1,7 @@
 """Specifications of tiny models that tests serve."""
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 from tinker_server.backends.model_spec import ModelSpec
@@ -31,3 +33,18 @@ def tiny_spec(source: Path) -> ModelSpec:
         silence_s=600,
         scratch_dir=Path("scratch"),
     )
+
+
+def held(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """The spec of a model whose base, or the parts of all ranks, threads of this process hold."""
+    from tinker_server.backends.sampler.engine.weight_holder import WeightHolder
+
+    directory.mkdir(mode=0o700)
+    spec = replace(spec, base_copies=1, base_dir=directory)
+    for gpu in spec.base_gpus:
+        holder = WeightHolder(spec, gpu)
+        holder.load_model()
+        ready = threading.Event()
+        threading.Thread(target=holder.serve_forever, args=(ready.set,), daemon=True).start()
+        assert ready.wait(10)
+    return spec

@@ -6,7 +6,6 @@ pytest -m slow tests/contract/test_divided_copy.py
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, p
 from tests.models import DIVIDED, DIVIDED_IN_FP8, make_tiny_text, make_tiny_vl, publish_in_fp8
 from tests.ranks import on_ranks, two_steps
 from tests.sampling import Reference, assert_close, sample, sampler_config, scoring
+from tests.specs import held
 from tests.trainers import LORA, trained
 from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.base_weights.mapped import Files, _ask
@@ -55,21 +55,6 @@ def spec_of(source: Path, kind: str, num_ranks: int, tmp_path: Path) -> ModelSpe
         save_file(tensors, path, {"format": "pt"})
     spec = replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype, max_context_length=1024)
     return replace(spec, tensor_parallel=num_ranks, mesh=Mesh(shard=num_ranks))
-
-
-def held(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """The spec of a model of which threads of this process hold the parts of all ranks."""
-    from tinker_server.backends.sampler.engine.weight_holder import WeightHolder
-
-    directory.mkdir(mode=0o700)
-    spec = replace(spec, base_copies=1, base_dir=directory)
-    for rank in spec.base_gpus:
-        holder = WeightHolder(spec, rank)
-        holder.load_model()
-        ready = threading.Event()
-        threading.Thread(target=holder.serve_forever, args=(ready.set,), daemon=True).start()
-        assert ready.wait(10)
-    return spec
 
 
 def assert_divided(spec: ModelSpec) -> None:

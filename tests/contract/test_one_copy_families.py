@@ -4,7 +4,6 @@ pytest -m slow tests/contract/test_one_copy_families.py
 """
 
 import asyncio
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
 from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, publish_in_fp8, quantise, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
+from tests.specs import held
 from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.base_weights.mapped import Files, map_views
 from tinker_server.backends.inputs.rendering import Renderer
@@ -129,20 +129,6 @@ def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:
         # What the trainer has in another precision than the engine is its own, and small.
         is_mapped = parameters[name].untyped_storage().data_ptr() == memory
         assert is_mapped or tensor.numel() < 1000, name
-
-
-def held(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """The spec of a model whose base a thread of this process holds."""
-    from tinker_server.backends.sampler.engine.weight_holder import WeightHolder
-
-    directory.mkdir(mode=0o700)
-    spec = replace(spec, base_copies=1, base_dir=directory)
-    holder = WeightHolder(spec, None)
-    holder.load_model()
-    ready = threading.Event()
-    threading.Thread(target=holder.serve_forever, args=(ready.set,), daemon=True).start()
-    assert ready.wait(10)
-    return spec
 
 
 @pytest.mark.parametrize("family", ["DeepSeek-V3", "Qwen3-VL MoE", "gpt-oss"])
