@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Strides = tuple[int, ...]
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+Layouts = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Sizes and type of each tensor of the files, by its name."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,7 @@ class Part:
         return tuple(slice(at, at + size) for at, size in zip(self.begin, self.view.shape, strict=True))
 
 
-def trace_loading(
-    load: Callable[[Iterable[tuple[str, Tensor]]], object],
-    parameters: Mapping[str, Tensor],
-    files: Mapping[str, tuple[Sequence[int], torch.dtype]],
-) -> dict[str, View]:
+def trace_loading(load: Load, parameters: Mapping[str, Tensor], files: Layouts) -> dict[str, View]:
     """Return the view for each tensor of the files that `load` copies unchanged into one of `parameters`.
 
     `load` takes names and tensors of the files, as vLLM's load_weights does, and `parameters` are on the meta device.
@@ -89,11 +88,7 @@ def trace_loading(
     return views
 
 
-def trace_parts(
-    load: Callable[[Iterable[tuple[str, Tensor]]], object],
-    parameters: Mapping[str, Tensor],
-    files: Mapping[str, tuple[Sequence[int], torch.dtype]],
-) -> dict[str, list[Part]]:
+def trace_parts(load: Load, parameters: Mapping[str, Tensor], files: Layouts) -> dict[str, list[Part]]:
     """Return, as `trace_loading`, the parts of each tensor of the files that `load` copies into `parameters`, which are
     those of one rank. A tensor of which a copy is no view is left out; a rank may have nothing of some."""
     found = _trace(load, parameters, files)
@@ -125,11 +120,7 @@ class _Traced:
     """By the files' tensor, but those into parameters that were computed with."""
 
 
-def _trace(
-    load: Callable[[Iterable[tuple[str, Tensor]]], object],
-    parameters: Mapping[str, Tensor],
-    files: Mapping[str, tuple[Sequence[int], torch.dtype]],
-) -> _Traced:
+def _trace(load: Load, parameters: Mapping[str, Tensor], files: Layouts) -> _Traced:
     sources = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (shape, dtype) in files.items()}
     targets: dict[int, str] = {}
     for name, parameter in parameters.items():
