@@ -128,6 +128,7 @@ SHAPES = {
     "gemma-3-12b": Shape(OTHERS["google/gemma-3-12b-it, text"]),
     "gpt-oss-20b": Shape(COOKBOOK["openai/gpt-oss-20b"]),
     "gpt-oss-120b": Shape(COOKBOOK["openai/gpt-oss-120b"]),
+    "3b-text": Shape(COOKBOOK["meta-llama/Llama-3.2-3B"]),
     "8b-text": Shape(COOKBOOK["Qwen/Qwen3-8B"]),
     "70b": Shape(COOKBOOK["meta-llama/Llama-3.1-70B"]),
 }

@@ -1,9 +1,12 @@
 """Holder, trainer and sampler of one model on a GPU, and the memory that is in use there."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import numpy as np
+import psutil
+import pynvml
 import torch
 
 from tests.factories import cross_entropy, image, prompt, words
@@ -60,5 +63,11 @@ class Parts:
 
 
 def used_bytes() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    """Return the bytes that this process and those that it has started have of the first GPU."""
+    pynvml.nvmlInit()
+    try:
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+        return sum(one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu) if one.pid in own)
+    finally:
+        pynvml.nvmlShutdown()

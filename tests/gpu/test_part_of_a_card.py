@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, float, dict[str, Any], BasePrecision | None]] = {
     "Qwen3-VL-4B": ("4b", 23.5, {}, None),
     "Qwen3.5-4B": ("qwen3.5-4b", 23.5, {}, None),
     "Qwen3-8B in fp8": ("8b-text", 23.5, {"base_precision": "fp8", "max_context_length": 4096}, "fp8"),
+    "Llama-3.2-3B": ("3b-text", 15.5, {"max_context_length": 3072}, None),
 }
 """A model's shape, the GiB, settings, and the precision of its files."""
 
@@ -44,7 +45,7 @@ class Peak:
     async def watch(self) -> None:
         while True:
             self.num_bytes = max(self.num_bytes, used_bytes())
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("case", CASES)
