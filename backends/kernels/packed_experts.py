@@ -11,11 +11,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 128
+_FP8_BLOCK = tl.constexpr(128)
+"""Rows and columns of a block in fp8 that has one scale."""
 _FP4_BLOCK = tl.constexpr(32)
 """Numbers of a row in MXFP4 that have one scale; two of them are a byte."""
 _LEAST_ROWS, _MOST_ROWS, _FEW_ROWS = 16, 128, 32
 """Rows that a program multiplies, and up to which four warps multiply them as fast as eight."""
+_MOST_SORTED_ROWS = 256
+_FOUR_BYTES = tl.constexpr(
+    """{
+    .reg .b32 low, high, number, scale;
+    prmt.b32 low, $4, 0, 0x4140;
+    prmt.b32 high, $4, 0, 0x4342;
+    mov.b32 scale, 0x7E807E80;
+    and.b32 number, low, 0x000F000F;
+    mul.lo.u32 number, number, 0x1040;
+    and.b32 number, number, 0x81C081C0;
+    mul.rn.bf16x2 number, number, scale;
+    mul.rn.bf16x2 $0, number, $5;
+    and.b32 number, high, 0x000F000F;
+    mul.lo.u32 number, number, 0x1040;
+    and.b32 number, number, 0x81C081C0;
+    mul.rn.bf16x2 number, number, scale;
+    mul.rn.bf16x2 $1, number, $6;
+    and.b32 number, low, 0x00F000F0;
+    mul.lo.u32 number, number, 0x0104;
+    and.b32 number, number, 0x81C081C0;
+    mul.rn.bf16x2 number, number, scale;
+    mul.rn.bf16x2 $2, number, $5;
+    and.b32 number, high, 0x00F000F0;
+    mul.lo.u32 number, number, 0x0104;
+    and.b32 number, number, 0x81C081C0;
+    mul.rn.bf16x2 number, number, scale;
+    mul.rn.bf16x2 $3, number, $6;
+    }"""
+)
+"""Four bytes' lower numbers ($0, $1) and upper numbers ($2, $3) in bfloat16, times their factors ($5, $6).
+
+Each byte gets 16 bits. The sign of four bits moves to that of bfloat16, the others to the lowest two of its exponent and
+the highest of its fraction: 2^-126 times the number, also below 1. Multiplying by 2^126 is exact."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +77,21 @@ class AlignedPairs:
     """float32, by which each pair's result is multiplied before it is rounded."""
 
 
-def tile_rows(num_pairs: int, num_experts: int) -> int:
+def tile_rows(num_pairs: int, num_experts: int, most: int = _MOST_ROWS) -> int:
     """Return the rows that a program multiplies, by the mean of an expert."""
     mean: int = triton.next_power_of_2(num_pairs // num_experts)
-    return max(_LEAST_ROWS, min(_MOST_ROWS, mean))
+    return max(_LEAST_ROWS, min(most, mean))
+
+
+def _tile_sizes(rows: int, *, is_fp4: bool, is_transposed: bool) -> tuple[int, int, int, int]:
+    """Return a program's outputs, inputs at a time, stages and warps: the fastest of those measured."""
+    if rows > _MOST_ROWS:
+        return 128, 64, 3, 8
+    if rows == _MOST_ROWS:
+        return (128, 64, 4, 8) if is_fp4 or is_transposed else (128, 128, 3, 8)
+    if rows > _FEW_ROWS:
+        return (128, 128, 3, 4) if is_fp4 else (64, 128, 4, 8)
+    return (64, 256, 3, 4) if is_fp4 else (64, 128, 4, 4)
 
 
 def product_by_expert(  # noqa: PLR0913
@@ -71,18 +116,22 @@ def product_by_expert(  # noqa: PLR0913
     strides = [tensor.stride(dim) for tensor in halves for dim in range(3)]
     assert not is_fp4 or (strides[2] == strides[5] == 1 and columns % 32 == 0)
     strides += [0, 0] if bias_EN is None else bias_EN.stride()
+    if is_fp4 and not is_transposed:
+        # The kernel has the even numbers of a row of W apart from the odd.
+        x_SK = torch.cat([x_SK[:, ::2], x_SK[:, 1::2]], 1)
     places: tuple[Tensor | None, ...]
     if isinstance(pairs, SortedPairs):
-        rows, places, num_choices = tile_rows(num_pairs, num_experts), (pairs.ends_E, None, None, None, None), 1
+        rows = tile_rows(num_pairs, num_experts, _MOST_SORTED_ROWS)
+        places, num_choices = (pairs.ends_E, None, None, None, None), 1
         num_tiles = triton.cdiv(num_pairs, rows) + num_experts
     else:
         rows, num_choices = pairs.rows, pairs.num_choices
         places = None, pairs.numbers, pairs.experts, pairs.count, pairs.weights_S
         num_tiles = min(len(pairs.numbers) // rows, num_pairs)  # each tile has a pair
-    outputs, stages = (128, 3) if rows == _MOST_ROWS else (64, 4)
+    outputs, inputs, stages, warps = _tile_sizes(rows, is_fp4=is_fp4, is_transposed=is_transposed)
     grid = (num_tiles * triton.cdiv(num_outputs, outputs),)
-    sizes = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK": _BLOCK, "EXPERTS": triton.next_power_of_2(num_experts)}
-    how = {"num_stages": stages, "num_warps": 4 if rows <= _FEW_ROWS else 8}
+    sizes = {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs, "EXPERTS": triton.next_power_of_2(num_experts)}
+    how = {"num_stages": stages, "num_warps": warps}
     counts = num_pairs, num_experts, num_outputs, num_inputs, num_choices
     _product_by_expert[grid](
         x_SK, *halves, bias_EN, found_SN, *places, *counts, x_SK.stride(0), found_SN.stride(0), *strides,
@@ -91,16 +140,36 @@ def product_by_expert(  # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _fp4_numbers(code):  # type: ignore[no-untyped-def]
-    """Return twice the numbers of four bits, in float32: 0, 1, 2, 3, 4, 6, 8, 12, and the same with a sign."""
-    code = code.to(tl.int32)
-    part = code & 7
-    size = tl.where(part < 2, part, (2 + (part & 1)) << (tl.maximum(part >> 1, 1) - 1))
-    return tl.where(code > 7, -size, size).to(tl.float32)
+def _fp4_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    weight,
+    scale,
+    first_row,
+    first_byte,
+    num_rows,
+    num_bytes,
+    row_stride,
+    row_scale_stride,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Return the even and the odd numbers [ROWS, BYTES] of an expert's matrix in bfloat16; 0 beyond it."""
+    row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    byte = (first_byte + tl.arange(0, BYTES))[None, :]
+    both = tl.load(weight + row * row_stride + byte, mask=(row < num_rows) & (byte < num_bytes), other=0)
+    BLOCK: tl.constexpr = _FP4_BLOCK // 2
+    block = (first_byte // BLOCK + tl.arange(0, BYTES // BLOCK))[None, :]
+    is_inside = (row < num_rows) & (block < num_bytes // BLOCK)
+    power = tl.load(scale + row * row_scale_stride + block, mask=is_inside, other=0).to(tl.int16)
+    # The bits of 2^(power - 127); that of 0 is a fraction.
+    factor = tl.where(power == 0, tl.full((), 64, tl.int16), power << 7).to(tl.bfloat16, bitcast=True)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // BLOCK, BLOCK)), (ROWS, BYTES))
+    return tl.inline_asm_elementwise(
+        _FOUR_BYTES, "=&r,=&r,=&r,=&r,r,r,r", [both, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _tile(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _fp8_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     weight,
     scale,
     first_row,
@@ -113,27 +182,14 @@ def _tile(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     column_scale_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_FP4: tl.constexpr,
 ):
-    """Return [ROWS, COLUMNS] of an expert's matrix, dequantised in float32; 0 beyond it."""
+    """Return [ROWS, COLUMNS] of an expert's matrix, which are of one block, dequantised in float32; 0 beyond it."""
     row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    if IS_FP4:
-        half = (first_column // 2 + tl.arange(0, COLUMNS // 2))[None, :]
-        is_inside = (row < num_rows) & (half < num_columns // 2)
-        both = tl.load(weight + row * row_stride + half, mask=is_inside, other=0)
-        group = (first_column // _FP4_BLOCK + tl.arange(0, COLUMNS // _FP4_BLOCK))[None, :]
-        is_inside = (row < num_rows) & (group < num_columns // _FP4_BLOCK)
-        power = tl.load(scale + row * row_scale_stride + group, mask=is_inside, other=0).to(tl.int32)
-        # Half of the scale, since numbers are twice theirs: 2^(power - 128), whose bits below 2^-126 are a fraction.
-        factor = tl.where(power > 1, (power - 1) << 23, (1 << 21) << tl.minimum(power, 1)).to(tl.float32, bitcast=True)
-        factor = tl.broadcast_to(factor[:, :, None], (ROWS, COLUMNS // _FP4_BLOCK, _FP4_BLOCK // 2))
-        factor = tl.reshape(factor, (ROWS, COLUMNS // 2))
-        return tl.interleave(_fp4_numbers(both & 15) * factor, _fp4_numbers(both >> 4) * factor)
     column = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
-    factor = tl.load(scale + first_row // BLOCK * row_scale_stride + first_column // BLOCK * column_scale_stride)
-    place = weight + row * row_stride + column * column_stride
-    return tl.load(place, mask=(row < num_rows) & (column < num_columns), other=0.0).to(tl.float32) * factor
+    place = scale + first_row // _FP8_BLOCK * row_scale_stride + first_column // _FP8_BLOCK * column_scale_stride
+    number = weight + row * row_stride + column * column_stride
+    is_inside = (row < num_rows) & (column < num_columns)
+    return tl.load(number, mask=is_inside, other=0.0).to(tl.float32) * tl.load(place)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -167,7 +223,7 @@ def _product_by_expert(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     IS_FP4: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
     # Programs of the same rows stand side by side, so that all but the first find them in the cache.
@@ -197,25 +253,55 @@ def _product_by_expert(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     is_output = output < num_outputs
     weight += expert.to(tl.int64) * expert_stride
     scale += expert.to(tl.int64) * expert_scale_stride
-    # x W^T is transposed: tensor cores take their first operand from registers, where the weights are dequantised.
+    # x W^T is transposed: tensor cores take their first operand from registers, where the weights are dequantised. In
+    # MXFP4 its sum has even and odd inputs in turn; that of x W, even and odd outputs apart.
     total = tl.zeros((ROWS, OUTPUTS) if IS_TRANSPOSED else (OUTPUTS, ROWS), tl.float32)
-    for number in range(tl.cdiv(num_inputs, BLOCK)):
-        first = number * BLOCK
-        inner = first + tl.arange(0, BLOCK)
-        is_input = inner < num_inputs
+    HALF: tl.constexpr = (OUTPUTS if IS_TRANSPOSED else INPUTS) // 2
+    if IS_FP4 and IS_TRANSPOSED:
+        even = tl.zeros((ROWS, HALF), tl.float32)
+        odd = tl.zeros((ROWS, HALF), tl.float32)
+    for number in range(tl.cdiv(num_inputs, INPUTS)):
+        first = number * INPUTS
         if IS_TRANSPOSED:
-            left = tl.load(x_row[:, None] + inner[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-            right = _tile(
-                weight, scale, first, column * OUTPUTS, num_inputs, num_outputs, row_stride, column_stride,
-                row_scale_stride, column_scale_stride, BLOCK, OUTPUTS, BLOCK, IS_FP4,
-            ).to(x.dtype.element_ty)  # fmt: skip
+            inner = first + tl.arange(0, INPUTS)
+            is_left = is_row[:, None] & (inner < num_inputs)[None, :]
+            left = tl.load(x_row[:, None] + inner[None, :], mask=is_left, other=0.0)
+            if IS_FP4:
+                evens, odds = _fp4_tile(
+                    weight, scale, first, column * HALF, num_inputs, num_outputs // 2, row_stride, row_scale_stride,
+                    INPUTS, HALF,
+                )  # fmt: skip
+                even = tl.dot(left, evens.to(left.dtype), even)
+                odd = tl.dot(left, odds.to(left.dtype), odd)
+            else:
+                right = _fp8_tile(
+                    weight, scale, first, column * OUTPUTS, num_inputs, num_outputs, row_stride, column_stride,
+                    row_scale_stride, column_scale_stride, INPUTS, OUTPUTS,
+                )  # fmt: skip
+                total = tl.dot(left, right.to(left.dtype), total)
+        elif IS_FP4:
+            evens, odds = _fp4_tile(
+                weight, scale, column * OUTPUTS, number * HALF, num_outputs, num_inputs // 2, row_stride,
+                row_scale_stride, OUTPUTS, HALF,
+            )  # fmt: skip
+            inner = number * HALF + tl.arange(0, HALF)
+            is_right = (inner < num_inputs // 2)[:, None] & is_row[None, :]
+            place = x_row[None, :] + inner[:, None]
+            right = tl.load(place, mask=is_right, other=0.0)
+            total = tl.dot(evens.to(right.dtype), right, total)
+            right = tl.load(place + num_inputs // 2, mask=is_right, other=0.0)
+            total = tl.dot(odds.to(right.dtype), right, total)
         else:
-            right = tl.load(x_row[None, :] + inner[:, None], mask=is_row[None, :] & is_input[:, None], other=0.0)
-            left = _tile(
+            inner = first + tl.arange(0, INPUTS)
+            is_right = (inner < num_inputs)[:, None] & is_row[None, :]
+            right = tl.load(x_row[None, :] + inner[:, None], mask=is_right, other=0.0)
+            left = _fp8_tile(
                 weight, scale, column * OUTPUTS, first, num_outputs, num_inputs, row_stride, column_stride,
-                row_scale_stride, column_scale_stride, OUTPUTS, BLOCK, BLOCK, IS_FP4,
-            ).to(x.dtype.element_ty)  # fmt: skip
-        total = tl.dot(left, right, total)
+                row_scale_stride, column_scale_stride, OUTPUTS, INPUTS,
+            )  # fmt: skip
+            total = tl.dot(left.to(right.dtype), right, total)
+    if IS_FP4 and IS_TRANSPOSED:
+        total = tl.interleave(even, odd)
     if not IS_TRANSPOSED:
         total = tl.trans(total)
     if bias is not None:
