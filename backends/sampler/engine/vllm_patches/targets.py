@@ -145,6 +145,20 @@ PUNICA_GPU = Patch(
     how="overridden",
     device="cuda",
 )
+SHRINK_TILES = Patch(
+    "lora-shrink-tiles",
+    "vllm.lora.ops.triton_ops.lora_shrink_op:get_lora_op_configs",
+    "5df20ca2a1fa438a916ebc69ffa69a2ae9ef73b0c75f1fceb383990cd57403a5",
+    "With the sizes here, adapters take about half of their time in a decode step.",
+    device="cuda",
+)
+EXPAND_TILES = Patch(
+    "lora-expand-tiles",
+    "vllm.lora.ops.triton_ops.lora_expand_op:get_lora_op_configs",
+    "f1dee6581c49a4160616593de7e9db431816ac8a757597e928112d4c08ab4a1f",
+    "As lora-shrink-tiles.",
+    device="cuda",
+)
 GRAMMARS = Patch(
     "grammar-time",
     "vllm.v1.structured_output.backend_xgrammar:XgrammarGrammar",

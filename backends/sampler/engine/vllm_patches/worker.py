@@ -30,6 +30,7 @@ from tinker_server.backends.sampler.engine.vllm_patches.float32_residual import 
 from tinker_server.backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
 from tinker_server.backends.sampler.engine.vllm_patches.heads import widen_heads
 from tinker_server.backends.sampler.engine.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
+from tinker_server.backends.sampler.engine.vllm_patches.lora_tiles import set_tiles
 from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import choose_socket, map_weights
 from tinker_server.backends.sampler.engine.vllm_patches.phases import Phases
 from tinker_server.backends.sampler.engine.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
@@ -82,6 +83,7 @@ def _patch_process() -> None:
         allow_on_cpu()
     else:
         targets.PUNICA.replace(kernels_with_prompt_rows(PunicaWrapperGPU))
+        set_tiles()
         capture_both_kinds()
         schedule_in_the_kernels()
 
