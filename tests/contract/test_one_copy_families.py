@@ -14,7 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
-from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, publish_in_fp8, quantise, quantise_in_blocks
+from tests.models import (
+    FAMILIES,
+    LATENTS,
+    make_tiny_deepseek_v3,
+    make_tiny_text,
+    make_tiny_vl,
+    publish_in_fp8,
+    quantise,
+    quantise_in_blocks,
+)
 from tests.sampling import sample, sampler_config, scoring
 from tests.specs import held
 from tinker_server.backends.base_weights.client import BaseWeights
@@ -35,6 +44,8 @@ ALL = {
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL, tied": lambda directory: make_tiny_vl(directory, tie=True),
 }
+KEEPS_LATENTS = "DeepSeek-V3, keeping latents"
+MADE_FOR_LATENTS = {KEEPS_LATENTS: lambda directory: make_tiny_deepseek_v3(directory, **LATENTS)}
 ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -131,17 +142,19 @@ def assert_mapped(spec: ModelSpec, source: Path, whole: Path) -> None:
         assert is_mapped or tensor.numel() < 1000, name
 
 
-@pytest.mark.parametrize("family", ["DeepSeek-V3", "Qwen3-VL MoE", "gpt-oss"])
+@pytest.mark.parametrize("family", ["DeepSeek-V3", KEEPS_LATENTS, "Qwen3-VL MoE", "gpt-oss"])
 async def test_an_engine_computes_with_what_it_maps(family: str, tmp_path: Path) -> None:
     """A router keeps a correction of its scores beside its module, in DeepSeek-V3's kind."""
-    source = (FAMILIES | ALL)[family](tmp_path / "model")
+    source = (FAMILIES | ALL | MADE_FOR_LATENTS)[family](tmp_path / "model")
     spec = sampler_config(source, tmp_path / "scratch")
+    if family == KEEPS_LATENTS:  # an engine makes further matrices of a mapped one
+        spec = replace(spec, latent_cache=True, expert_slots="service")
     if family in REFUSED:  # dequantised
         quantise(source, tmp_path / "quantised")
         spec = replace(spec, directory=str(tmp_path / "quantised"), is_quantised=True, base_precision="mxfp4")
     base = BaseWeights(replace(spec, base_copies=1))
     mapping = SamplerPool(base.spec, base.wrap_start(fork_sampler, they_wait=True))
-    reading = SamplerPool(sampler_config(source, tmp_path / "reading"), fork_sampler)
+    reading = SamplerPool(sampler_config(source, tmp_path / "reading"), fork_sampler)  # whole keys and values
     text = scoring(prompt(words(40, 5)))
     try:
         await asyncio.gather(base.start(ignore_loading), mapping.start(), reading.start())

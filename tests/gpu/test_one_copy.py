@@ -21,7 +21,16 @@ from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, assert_close, of_text, scoring_datum
 from tests.gpu.parts import Parts, used_bytes
-from tests.models import FAMILIES, make_tiny_of, make_tiny_vl, publish_in_fp8, quantise, quantise_in_blocks
+from tests.models import (
+    FAMILIES,
+    LATENTS,
+    make_tiny_deepseek_v3,
+    make_tiny_of,
+    make_tiny_vl,
+    publish_in_fp8,
+    quantise,
+    quantise_in_blocks,
+)
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
 from tinker_server.api_schemas.training import AdamParams
@@ -109,6 +118,7 @@ async def test_two_gpus_have_one_copy_between_them(
         assert again.mean() < MEAN and again.max() < LARGEST
 
 
+KEEPS_LATENTS = "DeepSeek-V3, keeping latents"
 KINDS: dict[str, Callable[[Path], Path]] = {
     "dense": lambda at: make_tiny_of("qwen3", at, tie_word_embeddings=True),
     "vision": make_tiny_vl,
@@ -116,13 +126,17 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "mixture with vision": lambda at: make_tiny_vl(at, moe=True),
     **{kind: FAMILIES[kind] for kind in ("Qwen3.5", "Qwen3.5 MoE", "Qwen3-Next", "Nemotron-H", "Nemotron-3")},
     **{kind: FAMILIES[kind] for kind in ("Gemma 3 with images", "DeepSeek-V3")},
+    KEEPS_LATENTS: lambda at: make_tiny_deepseek_v3(at, **LATENTS, qk_nope_head_dim=128, v_head_dim=128),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: str, tmp_path: Path) -> None:
     source = KINDS[kind](tmp_path / "model")
-    async with Parts(spec_of(source, tmp_path / "scratch")) as parts:
+    spec = spec_of(source, tmp_path / "scratch")
+    if kind == KEEPS_LATENTS:
+        spec = replace(spec, latent_cache=True, expert_slots="service")
+    async with Parts(spec) as parts:
         assert_mapped(parts, source)
         assert_close(kind, await parts.difference(source))
 
