@@ -68,7 +68,8 @@ class BackendConfig(BaseModel):
     base_copies: Literal[1, 2] | None = None
     """Copies of a base on a GPU: 2, of trainer and engine; or 1, which a third process holds for both. If absent: 1 on
     CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base, but 2 where they lay it out
-    differently, and with cluster. 1 with tensor_parallel: the GPUs have one copy between them."""
+    differently, and with cluster. 1 with tensor_parallel: the GPUs have one copy between them, as they do by default
+    where a base in bfloat16 fits in no other way."""
     base_precision: Literal["fp8", "mxfp4"] | None = None
     """fp8: trainers and engines keep the linears and experts of a base in fp8 by blocks, and dequantise them for each
     use: as the files have them, or, if these are not quantised, made of them at load. mxfp4: the same of experts that

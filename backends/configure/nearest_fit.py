@@ -79,9 +79,10 @@ def suggestions(
 
 
 def _copies(config: BackendConfig, device: Device) -> list[Suggestion]:
-    """Suggest a shared copy of the base, which takes nothing from anybody. On the CPU the plan counts the same for
-    both."""
-    can_share = device == "cuda" and config.base_copies == 2
+    """Suggest a shared copy of the base, which takes nothing from anybody, or a divided one in fp8. On the CPU the plan
+    counts the same for both."""
+    is_apart = config.base_copies == 2 or (config.base_copies is None and config.base_precision == "fp8")
+    can_share = device == "cuda" and is_apart
     return [Suggestion("--base-copies 1", {"base_copies": 1})] if can_share else []
 
 

@@ -2,12 +2,13 @@
 
 Trainer and engine map the same copy of a model on each GPU where both can have it whole, or if one copy is asked for
 the same parts of it; else a model is in memory once in its trainer and once in each engine of its sampler, several
-trainer ranks share its weights unless each has room for all, and so do the ranks of an engine. On the CPU everything is
-in main memory. The operator's settings are kept. Those that are absent are chosen in this order: the fewest GPUs on
-which a model of rank 32 fits with the default context, trainer and engine on the same GPUs rather than apart; then
-ranks and engines on all GPUs, which the models have evenly between them; then the largest rank; then the most slots and
-models at once that leave room for a usual KV cache. On each GPU what is left over is divided evenly among its models: a
-trainer takes at most half of it, for microbatches that recompute nothing, and the KV cache the rest.
+trainer ranks share its weights unless each has room for all, and so do the ranks of an engine. Parts of one copy are
+also what is left where nothing else fits. On the CPU everything is in main memory. The operator's settings are kept.
+Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with the default
+context, trainer and engine on the same GPUs rather than apart; then ranks and engines on all GPUs, which the models
+have evenly between them; then the largest rank; then the most slots and models at once that leave room for a usual KV
+cache. On each GPU what is left over is divided evenly among its models: a trainer takes at most half of it, for
+microbatches that recompute nothing, and the KV cache the rest.
 """
 
 import math
@@ -82,22 +83,27 @@ def this_machine() -> Machine:
 def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:
     """Return the plan of all models, with what is left over given out. Raises BackendFailed with every figure of the
     fullest GPU if they do not fit."""
-    divides = config.base_copies == 1  # only if it is asked for: it has not run on GPUs
-    searches = [
-        _Search(sizes, config.model_copy(update={"base_copies": copies}), machine, device, divides=divides)
-        for copies in _base_copies(sizes, config, device)
-    ]
+
+    def search(copies: Literal[1, 2], *, divides: bool) -> _Search:
+        return _Search(sizes, config.model_copy(update={"base_copies": copies}), machine, device, divides=divides)
+
+    searches = [search(copies, divides=config.base_copies == 1) for copies in _base_copies(sizes, config, device)]
     bases = [*_bases(config, device)]
     # What costs time in every microbatch comes last.
     offloading = [replace(wish, offloads_inputs=True) for wish in bases] if device == "cuda" else []
     wishes = [*bases, *offloading]
     # The last wish asks for the least: if it does not fit, none does. The searches that fail are the longest.
     fit, tried = _first_fit(searches, wishes[-1])
+    if fit is None and len(searches) > 1 and config.base_precision is None:
+        # Gathering a base layer by layer takes time, and in fp8 no GPU has seen it.
+        searches = [search(1, divides=True)]
+        fit, more = _first_fit(searches, wishes[-1])
+        tried += more
     for wish in wishes if fit else ():
         fit, _ = _first_fit(searches, wish)
         if fit is not None:
-            search, plan = fit
-            return search.give_out(search.enlarge(search.widen(plan), wish))
+            found, plan = fit
+            return found.give_out(found.enlarge(found.widen(plan), wish))
     least = min(tried, key=lambda plan: plan.missing_bytes)
     if (reason := searches[0].short_cache(least)) is not None:
         raise BackendFailed(reason)

@@ -48,8 +48,8 @@ _FOUR_BYTES = tl.constexpr(
 )
 """Four bytes' lower numbers ($0, $1) and upper numbers ($2, $3) in bfloat16, times their factors ($5, $6).
 
-Each byte gets 16 bits. The sign of four bits moves to that of bfloat16, the others to the lowest two of its exponent and
-the highest of its fraction: 2^-126 times the number, also below 1. Multiplying by 2^126 is exact."""
+Each byte gets 16 bits. The sign of four bits moves to that of bfloat16, the others to the lowest two of its exponent
+and the highest of its fraction: 2^-126 times the number, also below 1. Multiplying by 2^126 is exact."""
 
 
 @dataclass(frozen=True)

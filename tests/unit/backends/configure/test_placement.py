@@ -25,7 +25,7 @@ from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models, find
 from tinker_server.backends.configure.memory_plan import Layout, Machine, MemoryPlan
 from tinker_server.backends.configure.model_size import ModelSize
-from tinker_server.backends.configure.nearest_fit import idle_gpus
+from tinker_server.backends.configure.nearest_fit import idle_gpus, suggestions
 from tinker_server.backends.configure.placement import make_plan, placement
 from tinker_server.backends.families.coverage import LoraMatrices, Numbers
 from tinker_server.backends.formats.mxfp4 import row_bytes
@@ -346,6 +346,21 @@ def test_of_gpus_of_different_sizes_each_counts_as_the_smallest() -> None:
     for config in (BackendConfig(), BackendConfig(kv_cache_bytes=4 * GIB), BackendConfig(max_context_length=16384)):
         unequal = make_plan([LARGE], config, Machine(0, [140 * GIB, 80 * GIB]), "cuda")
         assert unequal == make_plan([LARGE], config, gpus(80, 2), "cuda")
+
+
+def test_a_copy_is_divided_by_default_only_where_nothing_else_fits() -> None:
+    huge = replace(model("huge", 40, 1), can_be_shared=True)
+    shared, apart, divided = ((0, 1), ((0,), (1,))), ((0,), ((1,),)), ((0, 1), ((0, 1),))
+    for size_gib, wanted in ((80, shared), (48, apart), (44, divided), (30, divided)):
+        found = make_plan([huge], BackendConfig(), gpus(size_gib, 2), "cuda")
+        layout = found.layouts["huge"]
+        assert (layout.trainer, layout.engines) == wanted
+        assert found.holds("huge") == (wanted != apart)
+    for settings in ({"base_copies": 2}, {"base_precision": "fp8"}, {"cluster": True, "trainer_gpus": (0, 1)}):
+        with pytest.raises(BackendFailed, match="too little memory on GPU"):
+            make_plan([huge], BackendConfig(**settings), gpus(44, 2), "cuda")
+    nearest = suggestions([huge], BackendConfig(base_precision="fp8"), gpus(44, 2), "cuda")
+    assert nearest[0].flag == "--base-copies 1"
 
 
 @pytest.mark.parametrize(("ranks", "slices"), [(1, 2), (3, 2), (2, 4)])
