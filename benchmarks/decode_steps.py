@@ -131,18 +131,20 @@ class OurEngine:
 async def measure_steps(
     sides: dict[str, Side], cases: Sequence[Case], num_tokens: int, rounds: int, traces: Path
 ) -> AsyncIterator[None]:
-    """Measure and print all cases, a row at a time; yield after each. A case that fails is printed as failed."""
+    """Measure and print all cases of one or two sides, a row at a time; yield after each. A case that fails is printed
+    as failed."""
     names = list(sides)
-    print(f"| sequences | adapters | {' | '.join(f'{name}, ms a token' for name in names)} | {' / '.join(names)} |")
-    print("|---" * (3 + len(names)) + "|", flush=True)
+    heads = ["sequences", "adapters", *(f"{name}, ms a token" for name in names)]
+    heads += [" / ".join(names)] if len(names) == 2 else []
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
     for case in cases:
         with _noting_failures(case):
             for _ in range(rounds):
                 for name, side in sides.items():
                     case.token_ms.setdefault(name, []).append(await decode(side, case, num_tokens))
-            ours, bare = (case.best_ms(name) for name in names)
-            row = (*_head(case), f"{ours:.3f}", f"{bare:.3f}", f"{ours / bare:.3f}")
-            print(f"| {' | '.join(row)} |", flush=True)
+            found = [case.best_ms(name) for name in names]
+            found += [found[0] / found[1]] if len(names) == 2 else []
+            print(f"| {' | '.join((*_head(case), *(f'{number:.3f}' for number in found)))} |", flush=True)
         yield
     columns = "sequences", "adapters", "side", "ms a token", "step", "kernels", *COLUMNS, "idle", "longest of the rest"
     print(f"\nProfiled, ms a step:\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)

@@ -2,14 +2,17 @@
 slots with those that experts share once.
 
     python benchmarks/expert_slots.py [--layers 12] [--sequences 64 256] [--adapters 1] [--rounds 3] [--model DIRECTORY]
+        [--steps FILE]
 
 One engine of each form after the other, on the same random weights in the shape of Qwen3-VL-30B-A3B, with LoRA of rank
 32 on all projections. Prompts have 64 tokens, and each round draws all sequences at once. `load` is the time from files
-to a slot, with the comparison of both.
+to a slot, with the comparison of both. `--steps` profiles decode steps with shared factors instead, of the base, of one
+adapter and of all, and writes the time of each kernel to a file.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import sys
@@ -22,6 +25,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.decode_steps import Case, OurEngine, measure_steps, profiler_config
 from benchmarks.sampling import NAME, RANK, Ours, Round
 from benchmarks.shapes import SHAPES, make_model
 from tests.models import make_tiny_vl
@@ -88,6 +92,20 @@ async def measure(found: FoundModel, form: Layout, scratch: Path, given: argpars
     await ours.stop()
 
 
+async def profile(found: FoundModel, scratch: Path, given: argparse.Namespace) -> None:
+    """Print the parts of decode steps, and write them with all kernels."""
+    ours = OurEngine(
+        replace(found.spec, expert_slots="service"), profiler_config(scratch, on_gpu=found.spec.device == "cuda")
+    )
+    await ours.start()
+    adapters = [make_adapter(scratch / f"{number}", found.renderer, number) for number in range(given.adapters)]
+    numbers = sorted({0, 1, given.adapters})
+    cases = [Case(sequences, adapters[:number]) for number in numbers for sequences in given.sequences]
+    async for _ in measure_steps({"ours": ours}, cases, given.tokens, given.rounds, scratch):
+        given.steps.write_text(json.dumps([case.figures for case in cases], default=str))
+    await ours.stop()
+
+
 async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
     """Measure both forms in turn."""
     config = BackendConfig(
@@ -102,6 +120,9 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
         scratch_dir=scratch / "scratch",
     )
     (found,) = describe_models(config).values()
+    if given.steps:
+        await profile(found, scratch, given)
+        return
     for form in FORMS:
         await measure(found, form, scratch, given)
 
@@ -118,6 +139,9 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4, help="samples of a prompt")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--steps", type=Path, metavar="FILE", help="profile decode steps instead, and write them to FILE"
+    )
     parser.add_argument("--cache", type=int, default=20, help="GiB of KV cache")
     given = parser.parse_args()
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")

@@ -1,6 +1,6 @@
-"""A mixture's products on one GPU: experts in bfloat16, and in fp8 by blocks.
+"""A mixture's products on one GPU: experts in bfloat16, and packed, in fp8 by blocks or as gpt-oss's in MXFP4.
 
-    python benchmarks/fp8_experts.py [--shape 30b-a3b]
+    python benchmarks/fp8_experts.py [--shape 30b-a3b|35b-a3b|gpt-oss-120b]
 
 Each line has a layer's gate, for tokens that are spread evenly: x W^T, and the gradient of x. `engine`
 is the same product of pairs by their numbers, beside vLLM's kernel in bfloat16 with the sizes that it chooses.
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.block_fp8 import packed_bytes
 from tinker_server.backends.formats.packed import halves
 from tinker_server.backends.kernels.packed_experts import AlignedPairs, SortedPairs, product_by_expert, tile_rows
 
-SIZES = {"30b-a3b": (128, 8, 2048, 768), "35b-a3b": (256, 8, 2048, 512)}
+IN_MXFP4 = "gpt-oss-120b"
+SIZES = {"30b-a3b": (128, 8, 2048, 768), "35b-a3b": (256, 8, 2048, 512), IN_MXFP4: (128, 4, 2880, 2880)}
 """Experts, experts of a token, hidden and inner width."""
 TOKENS = (16384, 2048, 256, 64, 8)
 
@@ -43,8 +45,12 @@ def microseconds(work: Callable[[], object]) -> float:
     return taken_ms * 1e3 / 50
 
 
-def packed_experts(count: int, shape: tuple[int, int]) -> Tensor:
-    """Return [E, B] of random numbers."""
+def packed_experts(count: int, shape: tuple[int, int], *, in_mxfp4: bool) -> Tensor:
+    """Return a packed stack of random numbers."""
+    if in_mxfp4:
+        sizes = count, shape[0], shape[1] // mxfp4.BLOCK
+        blocks = torch.randint(256, (*sizes, mxfp4.BLOCK // 2), dtype=torch.uint8, device="cuda")
+        return mxfp4.pack(blocks, torch.full(sizes, 120, dtype=torch.uint8, device="cuda"))
     weight_EB = torch.zeros(count, packed_bytes(*shape), dtype=torch.uint8, device="cuda")
     numbers, scale = halves(weight_EB, *shape)
     numbers.copy_((torch.randn(count, *shape, device="cuda") * 100).clamp(-448, 448))
@@ -87,24 +93,25 @@ def line(sizes: tuple[int, int, int, int], tokens: int, weight_EB: Tensor, whole
     aligned = AlignedPairs(numbers, tile_experts, count, rows, choices, None)
     work = {
         "x W^T, bfloat16": lambda: torch.nn.functional.grouped_mm(x, whole.mT, offs=ends),
-        "fp8": lambda: product_by_expert(x, both, SortedPairs(ends), found_y),
+        "packed": lambda: product_by_expert(x, both, SortedPairs(ends), found_y),
         "x W, bfloat16": lambda: torch.nn.functional.grouped_mm(y, whole, offs=ends),
-        "fp8 ": lambda: product_by_expert(y, both, SortedPairs(ends), found_x, is_transposed=True),
+        "packed ": lambda: product_by_expert(y, both, SortedPairs(ends), found_x, is_transposed=True),
         "engine, bfloat16": vllm_product(x[:tokens], whole, ids, found_y),
-        "fp8  ": lambda: product_by_expert(x[:tokens], both, aligned, found_y),
+        "packed  ": lambda: product_by_expert(x[:tokens], both, aligned, found_y),
     }
     taken = {name: microseconds(each) for name, each in work.items()}
-    tflops = 2 * pairs * hidden * inner / taken["fp8"] / 1e6
+    tflops = 2 * pairs * hidden * inner / taken["packed"] / 1e6
     times = ", ".join(f"{name.strip()} {time_us:.0f}" for name, time_us in taken.items())
-    return f"{tokens} tokens in tiles of {rows}: {times} ({tflops:.0f} TFLOP/s in fp8)"
+    return f"{tokens} tokens in tiles of {rows}: {times} ({tflops:.0f} TFLOP/s packed)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SIZES, default="30b-a3b")
-    experts, choices, hidden, inner = sizes = SIZES[parser.parse_args().shape]
+    shape = parser.parse_args().shape
+    experts, choices, hidden, inner = sizes = SIZES[shape]
     print(f"{torch.cuda.get_device_name()}: {experts} experts, {choices} a token, {hidden} to {inner}; microseconds")
-    weight_EB = packed_experts(experts, (inner, hidden))
+    weight_EB = packed_experts(experts, (inner, hidden), in_mxfp4=shape == IN_MXFP4)
     whole = torch.randn(experts, inner, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
     for tokens in TOKENS:
         print(line(sizes, tokens, weight_EB, whole))
