@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, float, dict[str, Any], BasePrecision | None]] = {
     "Llama-3.2-3B": ("3b-text", 15.5, {"max_context_length": 3072}, None),
 }
 """A model's shape, the GiB, settings, and the precision of its files."""
+ROUNDS_MORE = {"Qwen3.5-4B": 6}
+"""Random weights that make rounding larger: here the embedding, which is the head too, is small."""
 
 
 class Peak:
@@ -79,7 +81,7 @@ async def test_a_model_trains_a_context_and_samples_within_a_part_of_a_card(case
         long = scoring(prompt(words(num_words // 2, 9), *pictures))
         await asyncio.gather(*(sample(parts.sampler, long, None, f"owner {number}") for number in range(4)))
         await parts.trainer.delete_model(model)
-        assert_close(case, await parts.difference(source))
+        assert_close(case, await parts.difference(source), times=ROUNDS_MORE.get(case, 1))
     watching.cancel()
     taken = peak.num_bytes - before
     print(f"{case}: {taken / GIB:.2f} of {gib} GiB at most; planned {found.spec.placement}")
