@@ -28,7 +28,7 @@ from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.base_weights.mapped import Files, _ask
 from tinker_server.backends.model_spec import Dtype, Mesh, ModelSpec
 from tinker_server.backends.processes.launcher import launch_trainer
-from tinker_server.backends.protocol import ignore_loading
+from tinker_server.backends.protocol import BackendFailed, ignore_loading
 from tinker_server.backends.sampler.engine.engine import stays_packed
 from tinker_server.backends.sampler.pool import SamplerPool
 from tinker_server.backends.trainer.client import TrainerClient
@@ -109,6 +109,27 @@ def assert_trains_alike(spec: ModelSpec, tmp_path: Path) -> None:
         assert adapter.keys() == own_adapter.keys()
         for name, tensor in adapter.items():
             torch.testing.assert_close(tensor, own_adapter[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("holder_here")
+def test_a_part_with_other_numbers_than_the_files_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinker_server.backends.sampler.engine.weight_holder import WeightHolder
+
+    loads = WeightHolder.load_model
+
+    def load_and_spoil(holder: WeightHolder) -> None:
+        loads(holder)
+        if holder._seat[0] == 1:
+            for name, parameter in holder._loaded.named_parameters():
+                if name.endswith("down_proj.weight"):
+                    parameter.data.neg_()
+
+    monkeypatch.setattr(WeightHolder, "load_model", load_and_spoil)
+    dividing = held(spec_of(make_tiny_text(tmp_path / "model"), "Qwen3", 2, tmp_path), tmp_path / "base")
+    with pytest.raises(BackendFailed, match=r"down_proj.weight: the shared copy differs from the file at .*"):
+        on_ranks(2, steps, dividing)
 
 
 async def test_an_engine_of_two_ranks_computes_with_what_it_maps_and_outlives_a_dead_holder(tmp_path: Path) -> None:
