@@ -109,8 +109,9 @@ NOTES = """
   in place of 3; the delta rule's kernels choose their sizes at each first start; and below 8.9 torch dequantises bases
   in fp8. `backends/kernels/cards.py` has the table. A test compares the choices with it. Only H100 and H200 (9.0) have
   run.
-- **If a model does not fit:** use a shorter context, a smaller rank, or more cards. The refusal names the nearest
-  settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the options.
+- **If a model does not fit:** use a shorter context, a smaller rank, a base in fewer bytes (`--base-precision`), or
+  more cards. The refusal names the nearest settings that fit. [The operator's
+  guide](operating.md#what-this-machine-can-serve) explains the options.
 - **Several cards** hold one model in parts: the trainer and the engine have separate cards, or the model is divided
   over the cards. Further cards are used too: each gets a rank of the trainer, and an engine if it has room.
 - **Disk** is needed for the model's files and for saved weights. An adapter of rank 32 on 4 billion parameters has

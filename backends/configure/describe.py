@@ -113,7 +113,11 @@ def plan_models(
     """Return the plan of all models, the models with what it has chosen for them, and a sentence about GPUs that would
     be idle. Raises BackendFailed, with the nearest settings that fit, if they do not all fit."""
     sizes, device = [one.size for one in found], chosen_device(config, machine)
-    plan = plan_or_suggest(sizes, config, machine, device)
+
+    def resize(changed: BackendConfig) -> list[ModelSize]:
+        return [_packed_size(one, changed, device) for one in found]
+
+    plan = plan_or_suggest(sizes, config, machine, device, resize)
     placed = [replace(one, spec=_place(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
     return plan, placed, idle_gpus(plan, config)
 
@@ -243,6 +247,14 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
         raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
     check_tokenizer(directory)
     return renderer
+
+
+def _packed_size(model: FoundModel, config: BackendConfig, device: Device) -> ModelSize:
+    """Return the size of a model whose base stays in `base_precision`. Raises BackendFailed where it cannot."""
+    spec, directory = model.spec, Path(model.spec.directory)
+    renderer, size = read_size(spec.name, directory, config, device)
+    size = _keep_packed(size, renderer, directory, config, spec.source)
+    return replace(size, expert_slots=spec.expert_slots, latent_cache=spec.latent_cache)
 
 
 def _keep_packed(size: ModelSize, renderer: Renderer, directory: Path, config: BackendConfig, source: str) -> ModelSize:

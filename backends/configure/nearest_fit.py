@@ -1,7 +1,7 @@
 """Plan the models' memory; if they do not fit, name the nearest settings and cards with which they would."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -24,19 +24,27 @@ class Suggestion:
 
     flag: str
     """The command line's."""
-    settings: dict[str, int]
+    settings: dict[str, int | str]
     gpus: str | None = None
 
 
-def plan_or_suggest(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:
+Resize = Callable[[BackendConfig], Sequence[ModelSize]]
+"""Returns the models' sizes with other settings. Raises BackendFailed where these are not supported."""
+_PRECISIONS = [Suggestion(f"--base-precision {name}", {"base_precision": name}) for name in ("mxfp4", "fp8")]
+"""What the files have, then what may be made of them."""
+
+
+def plan_or_suggest(
+    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, resize: Resize | None = None
+) -> MemoryPlan:
     """Return the plan. Raises BackendFailed with every figure and the nearest that fits, each as the flag to give;
-    Contradiction as it is, which no other size mends."""
+    Contradiction as it is, which no other size mends. `resize`: without it, no other precision is suggested."""
     try:
         return make_plan(sizes, config, machine, device)
     except Contradiction:
         raise
     except BackendFailed as error:
-        found = suggestions(sizes, config, machine, device)
+        found = suggestions(sizes, config, machine, device, resize)
         flags = " or ".join(suggestion.flag for suggestion in found) or "nothing nearer than a smaller model"
         raise BackendFailed(f"{error}; nearest that fits: {flags}") from None
 
@@ -50,7 +58,7 @@ def idle_gpus(plan: MemoryPlan, config: BackendConfig) -> str | None:
 
 
 def suggestions(
-    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device
+    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, resize: Resize | None = None
 ) -> list[Suggestion]:
     """Return each single change that is enough, the smallest of its kind."""
 
@@ -58,12 +66,15 @@ def suggestions(
         changed = config.model_copy(update=suggestion.settings)
         on = machine if suggestion.gpus is None else _of_cards(machine, suggestion.gpus)
         try:
-            make_plan(sizes, changed, on, device)
+            changed_sizes = resize(changed) if resize and changed.base_precision else sizes
+            make_plan(changed_sizes, changed, on, device)
         except BackendFailed:
             return False
         return True
 
     found: list[Suggestion] = [copy for copy in _copies(config, device) if fits(copy)]
+    if resize is not None and device == "cuda" and config.base_precision is None:
+        found += islice(filter(fits, _PRECISIONS), 1)
     found += islice(filter(fits, _slices(sizes, config, machine)), 1)
     for less_and_less in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config, machine)):
         nearest = bisect_left(less_and_less, True, key=fits)

@@ -1,5 +1,6 @@
 """Planned bytes are those of real tensors, to 5 %, and what a refusal suggests is accepted."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,13 +11,14 @@ from typing import Any, Literal, get_args
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.factories import present
 from tests.models import (
     make_tiny_deepseek_v3,
     make_tiny_gemma3,
     make_tiny_internvl,
+    make_tiny_of,
     make_tiny_qwen3_5,
     make_tiny_text,
     make_tiny_vl,
@@ -386,7 +388,7 @@ def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
         changed = config.model_copy(update=given.model_dump(exclude_unset=True, exclude={"models"}))
         make_plan([shape(name)], changed, machine(other_gpus[1] if other_gpus else gpus), "cuda")
         if "max_context_length" in one.settings and "max_context_length" in settings:
-            longer = {"max_context_length": one.settings["max_context_length"] + 1024}
+            longer = {"max_context_length": int(one.settings["max_context_length"]) + 1024}
             with pytest.raises(BackendFailed):
                 make_plan([shape(name)], config.model_copy(update=longer), machine(gpus), "cuda")
 
@@ -425,3 +427,30 @@ def test_a_device_that_is_not_there_is_no_matter_of_size() -> None:
         assert "nearest that fits" not in str(refused.value)
     with pytest.raises(BackendFailed, match=r"3 engines .* torch sees 2, engines may use 2$"):
         plan_or_suggest([shape("4b")], BackendConfig(engines=3), machine("H200:2"), "cuda")
+
+
+def test_a_base_that_fits_in_fp8_alone_is_refused_with_that_option(tmp_path: Path) -> None:
+    source = make_tiny_of("qwen3", tmp_path / "model")
+    sizes: dict[str, object] = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    }
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "layer_types": ["full_attention"] * 36}
+    written = json.loads((source / "config.json").read_text()) | sizes
+    (source / "config.json").write_text(json.dumps(written))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.bfloat16)
+    header, end = {}, 0
+    for name, tensor in model.state_dict().items():
+        header[name] = {"dtype": "BF16", "shape": [*tensor.shape], "data_offsets": [end, end := end + tensor.nbytes]}
+    encoded = json.dumps(header).encode()
+    with (source / "model.safetensors").open("wb") as file:  # sparse: 14 GiB that are nowhere
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)
+    config = BackendConfig(models={"a": str(source)}, device="cuda", max_context_length=4096)
+    card = Machine(64 * GIB, [int(23.5 * GIB)], ["card"])
+    with pytest.raises(BackendFailed, match="nearest that fits: --base-precision fp8 or "):
+        describe_models(config, card)
+    assert describe_models(config.model_copy(update={"base_precision": "fp8"}), card)
