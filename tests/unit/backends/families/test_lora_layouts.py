@@ -19,6 +19,7 @@ from tinker_server.api_schemas.training import Layout, LoraConfig
 from tinker_server.api_schemas.weights import LoadWeightsRequest
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models, with_slots_for
+from tinker_server.backends.configure.memory_plan import GIB, Machine
 from tinker_server.backends.families.coverage import Numbers
 from tinker_server.backends.protocol import NO_RUNS, OwnLayout
 from tinker_server.command_line import parse, read_settings
@@ -177,10 +178,13 @@ def test_slots_have_the_form_of_new_models_unless_older_ones_have_experts_of_the
 
 def test_whole_keys_and_values_are_kept_for_runs_that_adapt_them_alone(tmp_path: Path) -> None:
     source = make_tiny_deepseek_v3(tmp_path / "model", **LATENTS)
-    settings = BackendConfig(models={"a": str(source)}, device="cpu", scratch_dir=tmp_path / "scratch")
-    found = describe_models(settings)["a"]
-    assert not found.spec.latent_cache and not found.size.latent_cache  # on a CPU
-    keeping = replace(found, spec=replace(found.spec, latent_cache=True), size=replace(found.size, latent_cache=True))
+    settings = BackendConfig(models={"a": str(source)}, scratch_dir=tmp_path / "scratch")
+    card = Machine(64 * GIB, [80 * GIB], ["card"])
+    without: list[dict[str, object]] = [{"device": "cpu"}, {"lora_layout": "own"}, {"base_precision": "fp8"}]
+    for changed in without:
+        found = describe_models(settings.model_copy(update=changed), card)["a"]
+        assert not found.spec.latent_cache and not found.size.latent_cache
+    keeping = describe_models(settings, card)["a"]
 
     def has_latents(own: OwnLayout) -> bool:
         model = with_slots_for(keeping, "a", own)
@@ -191,8 +195,9 @@ def test_whole_keys_and_values_are_kept_for_runs_that_adapt_them_alone(tmp_path:
 
 
 def test_latents_take_a_fraction_of_whole_keys_and_values() -> None:
-    size = shape("deepseek-ai/DeepSeek-V3.1")
-    keeping = replace(size, latent_cache=True, number_bytes=2)
+    keeping = shape("deepseek-ai/DeepSeek-V3.1")
+    size = replace(keeping, latent_cache=False)
+    assert keeping.latent_cache
     layers, heads = 61, 128
     assert size.token_bytes() == size.token_bytes(8) == 2 * layers * 2 * heads * 192  # 5.7 MiB
     assert keeping.token_bytes() == 2 * layers * (512 + 64)  # 69 KiB
