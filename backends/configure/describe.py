@@ -254,7 +254,7 @@ def _packed_size(model: FoundModel, config: BackendConfig, device: Device) -> Mo
     spec, directory = model.spec, Path(model.spec.directory)
     renderer, size = read_size(spec.name, directory, config, device)
     size = _keep_packed(size, renderer, directory, config, spec.source)
-    return replace(size, expert_slots=spec.expert_slots, latent_cache=spec.latent_cache)
+    return replace(size, expert_slots=spec.expert_slots, latent_cache=size.latent_cache and spec.latent_cache)
 
 
 def _keep_packed(size: ModelSize, renderer: Renderer, directory: Path, config: BackendConfig, source: str) -> ModelSize:
