@@ -3,10 +3,15 @@
 As a program, in Triton's interpreter on the CPU: TRITON_INTERPRET=1 python -m tests.packed_experts
 """
 
+import operator
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,7 +131,48 @@ def aligned_products(
     return wide[:, shape[0] :], exact if weights_S is None else exact * weights_S[:, None]
 
 
+def _permuted(first: Any, second: Any, selector: Any) -> Any:
+    eight = [word >> np.uint32(shift) & np.uint32(0xFF) for word in (first, second) for shift in (0, 8, 16, 24)]
+    chosen = [eight[int(selector) >> 4 * place & 7] << np.uint32(8 * place) for place in range(4)]
+    return chosen[0] | chosen[1] | chosen[2] | chosen[3]
+
+
+def _halves_multiplied(first: Any, second: Any) -> Any:
+    both = (torch.from_numpy(one.view(np.int32).copy()) for one in np.broadcast_arrays(first, second))
+    left, right = (one.view(torch.bfloat16) for one in both)
+    return (left * right).view(torch.int32).numpy().view(np.uint32)
+
+
+_INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    "mov.b32": lambda source: source,
+    "and.b32": operator.and_,
+    "mul.lo.u32": operator.mul,
+    "prmt.b32": _permuted,
+    "mul.rn.bf16x2": _halves_multiplied,
+}
+
+
+def _run_ptx(_: object, text: str, constraints: str, values: list[Any], types: list[Any], *more: Any) -> Any:
+    """Run instructions on numbers of 32 bits, as Triton's interpreter calls it, which has none of them itself."""
+    from triton.runtime.interpreter import TensorHandle
+
+    pack, shape, first = more[-1], values[0].data.shape, constraints.count("=")
+    words = [word for value in values for word in value.data.reshape(-1, pack).view(np.uint32).T]
+    registers: dict[str, Any] = {f"${first + number}": word for number, word in enumerate(words)}
+    for name, target, sources in re.findall(r"([a-z][\w.]+) (\S+), ([^;]+);", text.partition(";")[2]):
+        given = [registers[one] if one in registers else np.uint32(int(one, 0)) for one in sources.split(", ")]
+        registers[target] = _INSTRUCTIONS[name](*given)
+    found = [np.stack([registers[f"${2 * at}"], registers[f"${2 * at + 1}"]], 1) for at in range(len(types))]
+    handles = [
+        TensorHandle(one.view(np.uint16).reshape(shape), of.scalar) for one, of in zip(found, types, strict=True)
+    ]
+    return SimpleNamespace(get_result=handles.__getitem__)
+
+
 def _check_in_interpreter() -> None:  # which has no products in bfloat16
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    InterpreterBuilder.create_inline_asm = _run_ptx
     shapes: dict[Format, list[tuple[int, int]]] = {"fp8": [(160, 192), (64, 300)], "mxfp4": [(160, 192), (64, 288)]}
     for of in shapes:
         for shape, is_transposed in product(shapes[of], [False, True]):

@@ -154,10 +154,10 @@ def _fp4_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 ):
     """Return the even and the odd numbers [ROWS, BYTES] of an expert's matrix in bfloat16; 0 beyond it."""
     row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    byte = (first_byte + tl.arange(0, BYTES))[None, :]
+    byte = (tl.arange(0, BYTES) + first_byte)[None, :]
     both = tl.load(weight + row * row_stride + byte, mask=(row < num_rows) & (byte < num_bytes), other=0)
     BLOCK: tl.constexpr = _FP4_BLOCK // 2
-    block = (first_byte // BLOCK + tl.arange(0, BYTES // BLOCK))[None, :]
+    block = (tl.arange(0, BYTES // BLOCK) + first_byte // BLOCK)[None, :]
     is_inside = (row < num_rows) & (block < num_bytes // BLOCK)
     power = tl.load(scale + row * row_scale_stride + block, mask=is_inside, other=0).to(tl.int16)
     # The bits of 2^(power - 127); that of 0 is a fraction.
