@@ -206,8 +206,8 @@ NOTES = """
   would write them in another format than the model's template, and would download this format.
 - **DeepSeek-V3** has latent attention (MLA), and a sigmoid router with groups. The linears of the attention, with
   `service` not those out of its latents, and the shared experts are trained; the latents' norms, the routers and what
-  corrects their scores are frozen. On CUDA the engine keeps latents (vLLM's MLA) [where it can](decisions.md#parts), else
-  whole keys and values, as the trainer does. Either way it is in the mean at most 0.02 nats from the trainer.
+  corrects their scores are frozen. On CUDA the engine keeps latents (vLLM's MLA) [where it can](decisions.md#parts),
+  else whole keys and values, as the trainer does. Either way it is in the mean at most 0.02 nats from the trainer.
   Whole keys and values take 2 x heads x 192 numbers of the KV cache for a token and layer, latents 576: in bfloat16
   0.3 MiB and 30 KiB for a token of Moonlight's shape, 5.7 MiB and 69 KiB of DeepSeek-V3's.
   Moonlight and Kimi K2 have this architecture, but a `model_type` that transformers does not know (`kimi_k2`) is

@@ -131,15 +131,15 @@ def aligned_products(
     return wide[:, shape[0] :], exact if weights_S is None else exact * weights_S[:, None]
 
 
-def _permuted(first: Any, second: Any, selector: Any) -> Any:
+def _permute(first: Any, second: Any, selector: Any) -> Any:
     eight = [word >> np.uint32(shift) & np.uint32(0xFF) for word in (first, second) for shift in (0, 8, 16, 24)]
     chosen = [eight[int(selector) >> 4 * place & 7] << np.uint32(8 * place) for place in range(4)]
     return chosen[0] | chosen[1] | chosen[2] | chosen[3]
 
 
-def _halves_multiplied(first: Any, second: Any) -> Any:
-    both = (torch.from_numpy(one.view(np.int32).copy()) for one in np.broadcast_arrays(first, second))
-    left, right = (one.view(torch.bfloat16) for one in both)
+def _multiply_halves(first: Any, second: Any) -> Any:
+    words = np.broadcast_arrays(first, second)
+    left, right = (torch.from_numpy(each.view(np.int32).copy()).view(torch.bfloat16) for each in words)
     return (left * right).view(torch.int32).numpy().view(np.uint32)
 
 
@@ -147,8 +147,8 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda source: source,
     "and.b32": operator.and_,
     "mul.lo.u32": operator.mul,
-    "prmt.b32": _permuted,
-    "mul.rn.bf16x2": _halves_multiplied,
+    "prmt.b32": _permute,
+    "mul.rn.bf16x2": _multiply_halves,
 }
 
 
@@ -160,11 +160,12 @@ def _run_ptx(_: object, text: str, constraints: str, values: list[Any], types: l
     words = [word for value in values for word in value.data.reshape(-1, pack).view(np.uint32).T]
     registers: dict[str, Any] = {f"${first + number}": word for number, word in enumerate(words)}
     for name, target, sources in re.findall(r"([a-z][\w.]+) (\S+), ([^;]+);", text.partition(";")[2]):
-        given = [registers[one] if one in registers else np.uint32(int(one, 0)) for one in sources.split(", ")]
+        given = [registers.get(source, source) for source in sources.split(", ")]
+        given = [np.uint32(int(number, 0)) if isinstance(number, str) else number for number in given]
         registers[target] = _INSTRUCTIONS[name](*given)
     found = [np.stack([registers[f"${2 * at}"], registers[f"${2 * at + 1}"]], 1) for at in range(len(types))]
     handles = [
-        TensorHandle(one.view(np.uint16).reshape(shape), of.scalar) for one, of in zip(found, types, strict=True)
+        TensorHandle(output.view(np.uint16).reshape(shape), of.scalar) for output, of in zip(found, types, strict=True)
     ]
     return SimpleNamespace(get_result=handles.__getitem__)
 

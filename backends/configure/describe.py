@@ -115,7 +115,7 @@ def plan_models(
     sizes, device = [one.size for one in found], chosen_device(config, machine)
 
     def resize(changed: BackendConfig) -> list[ModelSize]:
-        return [_packed_size(one, changed, device) for one in found]
+        return [_size_if_packed(model, changed, device) for model in found]
 
     plan = plan_or_suggest(sizes, config, machine, device, resize)
     placed = [replace(one, spec=_place(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
@@ -249,7 +249,7 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     return renderer
 
 
-def _packed_size(model: FoundModel, config: BackendConfig, device: Device) -> ModelSize:
+def _size_if_packed(model: FoundModel, config: BackendConfig, device: Device) -> ModelSize:
     """Return the size of a model whose base stays in `base_precision`. Raises BackendFailed where it cannot."""
     spec, directory = model.spec, Path(model.spec.directory)
     renderer, size = read_size(spec.name, directory, config, device)
