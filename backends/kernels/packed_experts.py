@@ -18,33 +18,24 @@ _FP4_BLOCK = tl.constexpr(32)
 _LEAST_ROWS, _MOST_ROWS, _FEW_ROWS = 16, 128, 32
 """Rows that a program multiplies, and up to which four warps multiply them as fast as eight."""
 _MOST_SORTED_ROWS = 256
+_CONVERSION = """
+    and.b32 number, {bytes}, {bits};
+    mul.lo.u32 number, number, {shifts};
+    and.b32 number, number, 0x81C081C0;
+    mul.rn.bf16x2 number, number, scale;
+    mul.rn.bf16x2 {found}, number, {factors};"""
+_LOWER, _UPPER = {"bits": "0x000F000F", "shifts": "0x1040"}, {"bits": "0x00F000F0", "shifts": "0x0104"}
 _FOUR_BYTES = tl.constexpr(
     """{
     .reg .b32 low, high, number, scale;
     prmt.b32 low, $4, 0, 0x4140;
     prmt.b32 high, $4, 0, 0x4342;
-    mov.b32 scale, 0x7E807E80;
-    and.b32 number, low, 0x000F000F;
-    mul.lo.u32 number, number, 0x1040;
-    and.b32 number, number, 0x81C081C0;
-    mul.rn.bf16x2 number, number, scale;
-    mul.rn.bf16x2 $0, number, $5;
-    and.b32 number, high, 0x000F000F;
-    mul.lo.u32 number, number, 0x1040;
-    and.b32 number, number, 0x81C081C0;
-    mul.rn.bf16x2 number, number, scale;
-    mul.rn.bf16x2 $1, number, $6;
-    and.b32 number, low, 0x00F000F0;
-    mul.lo.u32 number, number, 0x0104;
-    and.b32 number, number, 0x81C081C0;
-    mul.rn.bf16x2 number, number, scale;
-    mul.rn.bf16x2 $2, number, $5;
-    and.b32 number, high, 0x00F000F0;
-    mul.lo.u32 number, number, 0x0104;
-    and.b32 number, number, 0x81C081C0;
-    mul.rn.bf16x2 number, number, scale;
-    mul.rn.bf16x2 $3, number, $6;
-    }"""
+    mov.b32 scale, 0x7E807E80;"""
+    + _CONVERSION.format(found="$0", bytes="low", factors="$5", **_LOWER)
+    + _CONVERSION.format(found="$1", bytes="high", factors="$6", **_LOWER)
+    + _CONVERSION.format(found="$2", bytes="low", factors="$5", **_UPPER)
+    + _CONVERSION.format(found="$3", bytes="high", factors="$6", **_UPPER)
+    + "\n    }"
 )
 """Four bytes' lower numbers ($0, $1) and upper numbers ($2, $3) in bfloat16, times their factors ($5, $6).
 
