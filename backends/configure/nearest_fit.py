@@ -66,7 +66,7 @@ def suggestions(
         changed = config.model_copy(update=suggestion.settings)
         on = machine if suggestion.gpus is None else _of_cards(machine, suggestion.gpus)
         try:
-            changed_sizes = resize(changed) if resize and changed.base_precision else sizes
+            changed_sizes = resize(changed) if resize and "base_precision" in suggestion.settings else sizes
             make_plan(changed_sizes, changed, on, device)
         except BackendFailed:
             return False
