@@ -16,9 +16,6 @@ from tinker_server.backends.protocol import BackendFailed
 
 MOST_RANKS = 64
 """Ranks of an engine, and of a trainer that compute a microbatch together, up to which all numbers are tried."""
-LATENT_CACHES: frozenset[Device] = frozenset({"cuda"})
-"""Devices on which engines keep latents. On a CPU vLLM then neither cuts prompts nor finds their beginnings in its
-cache."""
 _LATENTS = (512, 64)
 """Numbers of a latent, and of the rotated part of keys, that all of vLLM's kernels take."""
 _UNDIVIDED = "experts that stay in mxfp4 (setting backend.base_precision) have not been compared on several ranks"
@@ -111,11 +108,11 @@ class Support:
     @property
     def can_keep_latents(self) -> bool:
         """True if engines keep latents in place of whole keys and values. They make matrices of one that is then not
-        to be packed."""
+        to be packed, and on a CPU vLLM would neither cut prompts nor find their beginnings in its cache."""
         text_config = self.renderer.config.get_text_config()
         shape = tuple(getattr(text_config, field, None) for field in ("kv_lora_rank", "qk_rope_head_dim"))
         has_latents = self.renderer.family.has_latent_attention and shape == _LATENTS
-        return has_latents and self.device in LATENT_CACHES and self.config.base_precision is None
+        return has_latents and self.device == "cuda" and self.config.base_precision is None
 
     def _reason_unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share a copy of the base, or None."""
