@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.fp8_experts import microseconds
 from tinker_server.backends.sampler.engine.vllm_patches.lora_tiles import Tiles, choose_tiles
 
 LINEARS = {
@@ -83,21 +85,8 @@ class Kernels:
                 module._lora_expand(self._inner, b, self._y, *self._which, 0, True)
 
     def microseconds(self, op: Op, tiles: Any) -> float:
-        """Return the shortest of four times, for one set."""
-        self.run(op, tiles)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(op, tiles)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        taken_ms: list[float] = []
-        for _ in range(5):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            taken_ms.append(begin.elapsed_time(end))
-        return min(taken_ms[1:]) * 1e3 / len(self._a)
+        """Return the mean for one set."""
+        return microseconds(partial(self.run, op, tiles)) / len(self._a)
 
 
 def compile_share(number: int, of: int) -> None:
