@@ -2,10 +2,10 @@
 
 The first token of a prompt says what happens: 0 answers at once, 1 after a second, 13 ends the process, 14 does
 so after half a second, 7 hangs it. While a file `broken` stands in the scratch directory, everything ends it; while a
-file `unwritten` does, prompts are scored otherwise than drawn. What is published is noted in the file `published`;
-weights named `refused-N` are refused by engine N, `deadly-N` end it, and `deadly` every engine, and `unreceived-N` ends
-it when it is sent them, which others note in the file `received`. What other engines have running is noted in the file
-`elsewhere`.
+file `unwritten` does, prompts are scored otherwise than drawn. What is published is noted in the file `published`, and
+what is read into a slot in `filled`; weights named `slow` are published after half a second, `refused-N` are refused by
+engine N, `deadly-N` end it, and `deadly` every engine, and `unreceived-N` ends it when it is sent them, which others
+note in the file `received`. What other engines have running is noted in the file `elsewhere`.
 """
 
 import asyncio
@@ -40,7 +40,12 @@ async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
     )
 
 
-def publish(weights: Path, directory: Path, engine: int | None) -> None:
+async def publish(weights: Path, directory: Path, engine: int | None, *, only_reads: bool) -> None:
+    if only_reads:
+        (directory / "filled").write_text(weights.name)
+        return
+    if weights.name == "slow":
+        await asyncio.sleep(0.5)
     if weights.name in ("deadly", f"deadly-{engine}"):
         os._exit(1)
     if weights.name == f"refused-{engine}":
@@ -68,9 +73,9 @@ async def main() -> None:
                 running[task.owner] -= 1
                 done += 1
                 return response
-            case Publish(weights):
+            case Publish(weights, only_reads):
                 received.require(weights)
-                publish(weights, broken.parent, engine)
+                await publish(weights, broken.parent, engine, only_reads=only_reads)
                 return None
             case Receive(weights, files):
                 if weights.name == f"unreceived-{engine}":

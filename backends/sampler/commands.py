@@ -38,6 +38,8 @@ class Publish(Command[None]):
     """`protocol.Sampler.publish`."""
 
     weights: Path
+    only_reads: bool = False
+    """Read them into a slot, and compute nothing with them: to publish them then takes little."""
 
 
 @dataclass(frozen=True)

@@ -141,15 +141,20 @@ class SamplerPool:
         return await self._run(Request(task.owner, num_tokens=chat_tokens(pieces)), Chat(task), pieces, emit)
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """Implement the protocol. A first engine loads them alone: weights that end engines must not end all of
-        them."""
+        """Implement the protocol. A first engine computes with them alone: weights that end engines must not end all
+        of them. Meanwhile all read them into a slot."""
         request, command = Request(owner), Publish(weights)
-        try:
-            await self._run(request, command, ())
-        except BackendFailed as error:
-            if not self._is_several:
-                raise
-            raise _of_engine(request.engine, error) from error
+        filled = self.engines if self._is_several else ()
+        reading = Publish(weights, only_reads=True)
+        async with tasks.running(self._acknowledge(engine, reading, owner) for engine in filled) as filling:
+            try:
+                await self._run(request, command, ())
+            except BackendFailed as error:
+                if not filled:
+                    raise
+                raise _of_engine(request.engine, error) from error
+            if filling:
+                await asyncio.wait(filling)  # if that failed, publishing fails likewise
         await asyncio.gather(
             *(self._acknowledge(engine, command, owner) for engine in self.engines if engine is not request.engine)
         )
@@ -167,8 +172,8 @@ class SamplerPool:
         return _sum({engine.number: use for engine, use in zip(engines, uses, strict=True) if use is not None})
 
     async def _acknowledge(self, engine: EngineClient, command: Publish, owner: str) -> None:
-        """Have a further engine load what another has loaded. An engine that is dead, or runs suspects, or dies of it,
-        checks it on its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
+        """Have an engine load what another loads. An engine that is dead, or runs suspects, or dies of it, checks it on
+        its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
         if not engine.is_open:
             return
         request = Request(owner)

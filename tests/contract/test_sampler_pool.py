@@ -208,6 +208,15 @@ async def test_weights_are_published_once_every_living_engine_has_them(pool: Sam
         await pool.publish(Path("refused-0"), "good")
 
 
+async def test_all_engines_read_weights_while_the_first_computes_with_them(pool: SamplerPool, tmp_path: Path) -> None:
+    await pool.publish(Path("slow"), "good")
+    filled, published = (
+        [(tmp_path / f"scratch/engine-{number}" / name).stat().st_mtime_ns for number in range(3)]
+        for name in ("filled", "published")
+    )
+    assert max(filled) < min(published)
+
+
 @pytest.mark.parametrize("number", [0, 2])
 async def test_an_engine_that_dies_meanwhile_fails_no_save(pool: SamplerPool, tmp_path: Path, number: int) -> None:
     async with asyncio.timeout(10):

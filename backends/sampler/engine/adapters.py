@@ -35,6 +35,7 @@ class Version:
         """`linked` is the directory of the links, and `linking` ends when they are there."""
         self.weights, self.linked, self.number = weights, linked, number
         self.linking = linking
+        self.filling: asyncio.Task[None] | None = None
         self.loading: asyncio.Task[None] | None = None
         self.users = 0
 
@@ -80,8 +81,8 @@ class AdapterLoader:
         """Return whether the engine has loaded an adapter."""
         return version in self._loaded
 
-    async def load(self, version: Version) -> None:
-        """Load an adapter into a slot, and check how the engine scores with it."""
+    async def fill(self, version: Version) -> None:
+        """Read an adapter into a slot."""
         request = self.request(version)
         try:
             load = (request.lora_name, request.lora_int_id, request.lora_path)
@@ -105,8 +106,11 @@ class AdapterLoader:
                 "the sampler cannot load these weights: the engine has no place for"
                 f" {', '.join(ignored[:_MAX_NAMES])}{others}"
             )
+
+    async def check(self, version: Version) -> None:
+        """Check how the engine scores with an adapter; it is loaded then."""
         if (load_check := version.load_check) is not None:
-            await check_scores(self._engine, load_check, request, self._renderer, self._dtype)
+            await check_scores(self._engine, load_check, self.request(version), self._renderer, self._dtype)
         self._loaded.add(version)
 
     async def unload(self, version: Version) -> None:

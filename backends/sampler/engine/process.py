@@ -148,12 +148,12 @@ class SamplerProcess:
         self._tasks_done += 1
         return usage
 
-    async def publish(self, weights: Path) -> None:
-        """Implement `protocol.Sampler.publish`. Adapters are published one at a time, in a sequence and a slot that the
-        engine reserves for it: publishing neither waits for samples nor delays them."""
+    async def publish(self, weights: Path, *, only_reads: bool) -> None:
+        """Implement `protocol.Sampler.publish`, or its first part alone. Adapters are published one at a time, in a
+        sequence and a slot that the engine reserves for it: publishing neither waits for samples nor delays them."""
         weights = self.received.require(weights)
         async with self._weights.hold(weights) as held, self._publishing:
-            await self._weights.load(held)
+            await (self._weights.fill(held) if only_reads else self._weights.load(held))
         self._tasks_done += 1
 
     async def count_progress(self) -> int:
@@ -214,8 +214,8 @@ async def serve_engine() -> None:
                     return await started[0].sample(task)
                 case Chat(chat):
                     return await started[0].chat(chat, emit)
-                case Publish(weights):
-                    await started[0].publish(weights)
+                case Publish(weights, only_reads):
+                    await started[0].publish(weights, only_reads=only_reads)
                     return None
                 case Receive(weights, files):
                     await asyncio.to_thread(started[0].received.receive, weights, files)

@@ -73,10 +73,23 @@ class VersionCache:
         if task is None or (task.done() and not _has_failed(task)):
             if self._loader.has(version):
                 return self._loader.request(version)
-            task = version.loading = asyncio.create_task(self._loader.load(version))
+            task = version.loading = asyncio.create_task(self._load(version))
             task.add_done_callback(lambda done: self._note_end(version, done))
         await asyncio.shield(task)
         return self._loader.request(version)
+
+    async def fill(self, version: Version | None) -> None:
+        """Read a held version into a slot. Raises InvalidInput or BackendFailed where the engine cannot."""
+        if version is None:
+            return
+        if version.filling is None:
+            version.filling = asyncio.create_task(self._loader.fill(version))
+            version.filling.add_done_callback(lambda done: self._note_end(version, done))
+        await asyncio.shield(version.filling)
+
+    async def _load(self, version: Version) -> None:
+        await self.fill(version)
+        await self._loader.check(version)
 
     def _new(self, weights: Path) -> Version:
         number = next(self._numbers)
@@ -106,8 +119,9 @@ class VersionCache:
             task.add_done_callback(self._evicting.discard)
 
     async def _remove(self, version: Version) -> None:
-        await asyncio.gather(version.linking, *filter(None, [version.loading]), return_exceptions=True)
-        if version.loading is not None:
+        tasks = [task for task in (version.filling, version.loading) if task is not None]
+        await asyncio.gather(version.linking, *tasks, return_exceptions=True)
+        if tasks:
             await self._loader.unload(version)
         await asyncio.to_thread(shutil.rmtree, version.linked, ignore_errors=True)
 
