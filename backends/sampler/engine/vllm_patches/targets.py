@@ -78,7 +78,7 @@ SHARED_EXPERTS = Patch(
     "shared-expert-slots",
     "vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin:LoRAExpertsMixin",
     "c0a03bdb7ef547a6fac3f6a129e799046b40c5ac56b724b24b7c425ebcd67eb5",
-    "Factors that a layer's experts share are in a slot once; kernels read them for every expert.",
+    "Factors that a layer's experts share are in a slot once, and reach the kernels as views for every expert.",
     how="relied on",
 )
 WRAPPED_MODULES = Patch(
@@ -142,6 +142,14 @@ PUNICA_GPU = Patch(
     "42bc7ef46b11053e42a3fe6c58e366fdf4369bed9ac51220ae786867034422e8",
     "As lora-kernels.",
     "prompt-logprobs-with-lora.md",
+    how="overridden",
+    device="cuda",
+)
+SHARED_FACTORS = Patch(
+    "shared-factors",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_fused_moe",
+    "d907ceb69cec52aa9bb403e1e0ff0147bfea1ba25d3d81339fd93ec37842b347",
+    "A token is multiplied by a factor that experts share once for each expert, which takes half of an adapter's time.",
     how="overridden",
     device="cuda",
 )

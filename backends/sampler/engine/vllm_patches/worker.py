@@ -48,8 +48,9 @@ if current_platform.is_cpu():
     from tinker_server.backends.sampler.engine.vllm_patches.cpu import patch_cpu, share_on_cpu
     from tinker_server.backends.sampler.engine.vllm_patches.cpu_images import attend_to_images_on_cpu
 else:
-    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+    from tinker_server.backends.sampler.engine.vllm_patches.shared_factors import SharedFactors
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -82,7 +83,7 @@ def _patch_process() -> None:
         attend_to_images_on_cpu()
         allow_on_cpu()
     else:
-        targets.PUNICA.replace(kernels_with_prompt_rows(PunicaWrapperGPU))
+        targets.PUNICA.replace(kernels_with_prompt_rows(SharedFactors))
         set_tiles()
         capture_both_kinds()
         schedule_in_the_kernels()
