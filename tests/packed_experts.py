@@ -137,10 +137,10 @@ def _permute(first: Any, second: Any, selector: Any) -> Any:
     return chosen[0] | chosen[1] | chosen[2] | chosen[3]
 
 
-def _multiply_halves(first: Any, second: Any) -> Any:
-    words = np.broadcast_arrays(first, second)
-    left, right = (torch.from_numpy(each.view(np.int32).copy()).view(torch.bfloat16) for each in words)
-    return (left * right).view(torch.int32).numpy().view(np.uint32)
+def _multiply_and_add_halves(*given: Any) -> Any:
+    words = np.broadcast_arrays(*given)
+    left, right, added = (torch.from_numpy(each.view(np.int32).copy()).view(torch.bfloat16).double() for each in words)
+    return (left * right + added).bfloat16().view(torch.int32).numpy().view(np.uint32)
 
 
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
@@ -148,7 +148,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "and.b32": operator.and_,
     "mul.lo.u32": operator.mul,
     "prmt.b32": _permute,
-    "mul.rn.bf16x2": _multiply_halves,
+    "fma.rn.bf16x2": _multiply_and_add_halves,
 }
 
 
@@ -159,13 +159,15 @@ def _run_ptx(_: object, text: str, constraints: str, values: list[Any], types: l
     pack, shape, first = more[-1], values[0].data.shape, constraints.count("=")
     words = [word for value in values for word in value.data.reshape(-1, pack).view(np.uint32).T]
     registers: dict[str, Any] = {f"${first + number}": word for number, word in enumerate(words)}
-    for name, target, sources in re.findall(r"([a-z][\w.]+) (\S+), ([^;]+);", text.partition(";")[2]):
+    for name, target, sources in re.findall(r"([a-z][\w.]+) (\S+), ([^;]+);", re.sub(r"\.reg[^;]+;", "", text)):
         given = [registers.get(source, source) for source in sources.split(", ")]
         given = [np.uint32(int(number, 0)) if isinstance(number, str) else number for number in given]
         registers[target] = _INSTRUCTIONS[name](*given)
-    found = [np.stack([registers[f"${2 * at}"], registers[f"${2 * at + 1}"]], 1) for at in range(len(types))]
+    each = first // len(types)
+    found = [np.stack([registers[f"${each * at + word}"] for word in range(each)], 1) for at in range(len(types))]
     handles = [
-        TensorHandle(output.view(np.uint16).reshape(shape), of.scalar) for output, of in zip(found, types, strict=True)
+        TensorHandle(output.view(np.float32 if of.scalar.is_fp32() else np.uint16).reshape(shape), of.scalar)
+        for output, of in zip(found, types, strict=True)
     ]
     return SimpleNamespace(get_result=handles.__getitem__)
 

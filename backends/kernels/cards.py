@@ -21,14 +21,17 @@ class Choices:
     """Weights in fp8 are read by kernels of our own: Triton converts fp8 from Ada on. Else torch dequantises them."""
     tuned_delta_rule: bool
     """Kernels of the delta rule have sizes that were measured. Else the library measures them at each first start."""
+    shared_memory_kib: int
+    """Of a program. Where it is little, kernels for fp8 load fewer of their largest tiles ahead."""
 
 
 CHOICES: dict[Capability, Choices] = {
-    (8, 0): Choices(cudnn_for_long_samples=False, kernels_for_fp8=False, tuned_delta_rule=False),
-    (8, 6): Choices(cudnn_for_long_samples=False, kernels_for_fp8=False, tuned_delta_rule=False),
-    (8, 9): Choices(cudnn_for_long_samples=False, kernels_for_fp8=True, tuned_delta_rule=False),
-    (9, 0): Choices(cudnn_for_long_samples=True, kernels_for_fp8=True, tuned_delta_rule=True),
-    (10, 0): Choices(cudnn_for_long_samples=True, kernels_for_fp8=True, tuned_delta_rule=False),
+    (8, 0): Choices(cudnn_for_long_samples=False, kernels_for_fp8=False, tuned_delta_rule=False, shared_memory_kib=163),
+    (8, 6): Choices(cudnn_for_long_samples=False, kernels_for_fp8=False, tuned_delta_rule=False, shared_memory_kib=99),
+    (8, 9): Choices(cudnn_for_long_samples=False, kernels_for_fp8=True, tuned_delta_rule=False, shared_memory_kib=99),
+    (9, 0): Choices(cudnn_for_long_samples=True, kernels_for_fp8=True, tuned_delta_rule=True, shared_memory_kib=227),
+    (10, 0): Choices(cudnn_for_long_samples=True, kernels_for_fp8=True, tuned_delta_rule=False, shared_memory_kib=227),
+    (12, 0): Choices(cudnn_for_long_samples=True, kernels_for_fp8=True, tuned_delta_rule=False, shared_memory_kib=99),
 }
 """By the least capability: a card between two has the lower one's. Only 9.0 has run."""
 
@@ -45,5 +48,5 @@ def choices_for(capability: Capability) -> Choices:
 
 @functools.cache
 def choices_on(device: torch.device) -> Choices:
-    """Return the choices for a GPU."""
-    return choices_for(torch.cuda.get_device_capability(device))
+    """Return the choices for a GPU; on a CPU, where Triton's interpreter runs kernels, those for Hopper."""
+    return choices_for((9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device))

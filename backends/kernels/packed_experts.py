@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinker_server.backends.kernels.cards import choices_on
+from tinker_server.backends.kernels.fp8 import MUCH_KIB, settled
+
 _FP8_BLOCK = tl.constexpr(128)
 """Rows and columns of a block in fp8 that has one scale."""
 _FP4_BLOCK = tl.constexpr(32)
@@ -22,15 +25,16 @@ _CONVERSION = """
     and.b32 number, {bytes}, {bits};
     mul.lo.u32 number, number, {shifts};
     and.b32 number, number, 0x81C081C0;
-    mul.rn.bf16x2 number, number, scale;
-    mul.rn.bf16x2 {found}, number, {factors};"""
+    fma.rn.bf16x2 number, number, scale, zero;
+    fma.rn.bf16x2 {found}, number, {factors}, zero;"""
 _LOWER, _UPPER = {"bits": "0x000F000F", "shifts": "0x1040"}, {"bits": "0x00F000F0", "shifts": "0x0104"}
 _FOUR_BYTES = tl.constexpr(
     """{
-    .reg .b32 low, high, number, scale;
+    .reg .b32 low, high, number, scale, zero;
     prmt.b32 low, $4, 0, 0x4140;
     prmt.b32 high, $4, 0, 0x4342;
-    mov.b32 scale, 0x7E807E80;"""
+    mov.b32 scale, 0x7E807E80;
+    mov.b32 zero, 0x80008000;"""
     + _CONVERSION.format(found="$0", bytes="low", factors="$5", **_LOWER)
     + _CONVERSION.format(found="$1", bytes="high", factors="$6", **_LOWER)
     + _CONVERSION.format(found="$2", bytes="low", factors="$5", **_UPPER)
@@ -40,7 +44,8 @@ _FOUR_BYTES = tl.constexpr(
 """Four bytes' lower numbers ($0, $1) and upper numbers ($2, $3) in bfloat16, times their factors ($5, $6).
 
 Each byte gets 16 bits. The sign of four bits moves to that of bfloat16, the others to the lowest two of its exponent
-and the highest of its fraction: 2^-126 times the number, also below 1. Multiplying by 2^126 is exact."""
+and the highest of its fraction: 2^-126 times the number, also below 1. Multiplying by 2^126 is exact. Products are sums
+with -0, since cards before Hopper have no others in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,13 @@ def tile_rows(num_pairs: int, num_experts: int, most: int = _MOST_ROWS) -> int:
     return max(_LEAST_ROWS, min(most, mean))
 
 
-def _tile_sizes(rows: int, *, is_fp4: bool, is_transposed: bool) -> tuple[int, int, int, int]:
-    """Return a program's outputs, inputs at a time, stages and warps: the fastest of those measured."""
+def tile_sizes(rows: int, *, is_fp4: bool, is_transposed: bool, shared_memory_kib: int) -> tuple[int, int, int, int]:
+    """Return a program's outputs, inputs at a time, stages and warps: the fastest of those measured on Hopper, or as
+    many stages as fit."""
     if rows > _MOST_ROWS:
         return 128, 64, 3, 8
     if rows == _MOST_ROWS:
-        return (128, 64, 4, 8) if is_fp4 or is_transposed else (128, 128, 3, 8)
+        return (128, 64, 4, 8) if is_fp4 or is_transposed else (128, 128, 3 if shared_memory_kib >= MUCH_KIB else 2, 8)
     if rows > _FEW_ROWS:
         return (128, 128, 3, 4) if is_fp4 else (64, 128, 4, 8)
     return (64, 256, 3, 4) if is_fp4 else (64, 128, 4, 4)
@@ -119,7 +125,8 @@ def product_by_expert(  # noqa: PLR0913
         rows, num_choices = pairs.rows, pairs.num_choices
         places = None, pairs.numbers, pairs.experts, pairs.count, pairs.weights_S
         num_tiles = min(len(pairs.numbers) // rows, num_pairs)  # each tile has a pair
-    outputs, inputs, stages, warps = _tile_sizes(rows, is_fp4=is_fp4, is_transposed=is_transposed)
+    kib = choices_on(x_SK.device).shared_memory_kib
+    outputs, inputs, stages, warps = tile_sizes(rows, is_fp4=is_fp4, is_transposed=is_transposed, shared_memory_kib=kib)
     grid = (num_tiles * triton.cdiv(num_outputs, outputs),)
     sizes = {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs, "EXPERTS": triton.next_power_of_2(num_experts)}
     how = {"num_stages": stages, "num_warps": warps}
@@ -281,7 +288,7 @@ def _product_by_expert(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             right = tl.load(place, mask=is_right, other=0.0)
             total = tl.dot(evens.to(right.dtype), right, total)
             right = tl.load(place + num_inputs // 2, mask=is_right, other=0.0)
-            total = tl.dot(odds.to(right.dtype), right, total)
+            total = settled(tl.dot(odds.to(right.dtype), right, total))
         else:
             inner = first + tl.arange(0, INPUTS)
             is_right = (inner < num_inputs)[:, None] & is_row[None, :]
@@ -290,7 +297,7 @@ def _product_by_expert(  # type: ignore[no-untyped-def]  # noqa: PLR0913
                 weight, scale, column * OUTPUTS, first, num_outputs, num_inputs, row_stride, column_stride,
                 row_scale_stride, column_scale_stride, OUTPUTS, INPUTS,
             )  # fmt: skip
-            total = tl.dot(left.to(right.dtype), right, total)
+            total = settled(tl.dot(left.to(right.dtype), right, total))
     if IS_FP4 and IS_TRANSPOSED:
         total = tl.interleave(even, odd)
     if not IS_TRANSPOSED:
