@@ -72,7 +72,7 @@ def product(x_MK: Tensor, weight_NK: Tensor, scale_IJ: Tensor, block: int, found
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def settled(total):  # type: ignore[no-untyped-def]
+def wait_for_sums(total):  # type: ignore[no-untyped-def]
     """Return sums in float32 once the tensor cores have written them.
 
     Else products of dequantised weights are in flight when the next weights are computed, and these get the registers
@@ -115,6 +115,6 @@ def _product(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             other=0.0,
         )
         weights = (numbers.to(tl.float32) * tl.load(factors + number)).to(x.dtype.element_ty)
-        total = settled(tl.dot(weights, columns, total))
+        total = wait_for_sums(tl.dot(weights, columns, total))
     place = found + row[None, :] * found_stride + output[:, None]
     tl.store(place, total.to(found.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])

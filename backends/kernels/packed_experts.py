@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinker_server.backends.kernels.cards import choices_on
-from tinker_server.backends.kernels.fp8 import MUCH_KIB, settled
+from tinker_server.backends.kernels.fp8 import MUCH_KIB, wait_for_sums
 
 _FP8_BLOCK = tl.constexpr(128)
 """Rows and columns of a block in fp8 that has one scale."""
@@ -288,7 +288,7 @@ def _product_by_expert(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             right = tl.load(place, mask=is_right, other=0.0)
             total = tl.dot(evens.to(right.dtype), right, total)
             right = tl.load(place + num_inputs // 2, mask=is_right, other=0.0)
-            total = settled(tl.dot(odds.to(right.dtype), right, total))
+            total = wait_for_sums(tl.dot(odds.to(right.dtype), right, total))
         else:
             inner = first + tl.arange(0, INPUTS)
             is_right = (inner < num_inputs)[:, None] & is_row[None, :]
@@ -297,7 +297,7 @@ def _product_by_expert(  # type: ignore[no-untyped-def]  # noqa: PLR0913
                 weight, scale, column * OUTPUTS, first, num_outputs, num_inputs, row_stride, column_stride,
                 row_scale_stride, column_scale_stride, OUTPUTS, INPUTS,
             )  # fmt: skip
-            total = settled(tl.dot(left.to(right.dtype), right, total))
+            total = wait_for_sums(tl.dot(left.to(right.dtype), right, total))
     if IS_FP4 and IS_TRANSPOSED:
         total = tl.interleave(even, odd)
     if not IS_TRANSPOSED:

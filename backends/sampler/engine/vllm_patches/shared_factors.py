@@ -35,12 +35,12 @@ class SharedFactors(PunicaWrapperGPU):  # type: ignore[misc]
         assert not kwargs.get("fully_sharded"), "ranks divide neither rank nor hidden width"
         if is_shared(lora_a_stacked[0]):
             low_TR = self._shrink(x, lora_a_stacked)
-            units = _units(lora_a_stacked)
+            units = _units(lora_a_stacked[0].shape[:3], len(lora_a_stacked), x.dtype, x.device)
             super().add_lora_fused_moe(y, low_TR, units, lora_b_stacked, *args, add_inputs=add_inputs, **kwargs)
         elif is_shared(lora_b_stacked[0]):
             (num_tokens, num_choices, _), (b,) = y.shape, lora_b_stacked
             low_TKR = torch.zeros(num_tokens, num_choices, b.shape[-1], dtype=y.dtype, device=y.device)
-            units = _units((b.mT,))
+            units = _units((*b.shape[:2], b.shape[3]), 1, y.dtype, y.device)
             super().add_lora_fused_moe(low_TKR, x, lora_a_stacked, units, *args, **kwargs)
             low_TR = low_TKR.sum(1, dtype=torch.float32)
             rows_TM = y.view(num_tokens, -1)  # M = K * N, of which the first N are written
@@ -62,15 +62,11 @@ def is_shared(factor_SEMN: Tensor) -> bool:
     return factor_SEMN.shape[1] > 1 and factor_SEMN.stride(1) == 0
 
 
-def _units(a: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return factors [S, E, R, P * R] in the place of `a`, of which each takes its own part's R."""
-    slots, experts, rank = a[0].shape[:3]
-    units_PRM = _identity(rank, len(a), a[0].dtype, a[0].device)
-    return tuple(unit_RM.expand(slots, experts, -1, -1) for unit_RM in units_PRM)
-
-
 @cache
-def _identity(rank: int, num_parts: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the rows of an identity by part, [P, R, P * R], kept since kernels note where a factor is."""
+def _units(shape: tuple[int, ...], num_parts: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Return factors [S, E, R, P * R] of which each takes its own part's R, for the `shape` [S, E, R]. Their memory is
+    kept, since kernels note where a factor is."""
     assert not torch.cuda.is_current_stream_capturing(), "a graph's memory has no values before its first run"
-    return torch.eye(num_parts * rank, dtype=dtype, device=device).view(num_parts, rank, -1)
+    rank = shape[2]
+    units_PRM = torch.eye(num_parts * rank, dtype=dtype, device=device).view(num_parts, rank, -1)
+    return tuple(unit_RM.expand(*shape, -1) for unit_RM in units_PRM)
