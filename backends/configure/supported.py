@@ -108,8 +108,8 @@ class Support:
     @property
     def can_keep_latents(self) -> bool:
         """True if engines keep latents in place of whole keys and values. They make matrices of one that is then not
-        to be packed, and on a CPU vLLM would neither cut prompts nor find their beginnings in its cache. On CUDA the
-        trainer found nothing of an engine's base with latents that it could map: each has a copy of its own."""
+        to be packed, and on a CPU vLLM would neither cut prompts nor find their beginnings in its cache. No GPU has
+        run latents in an engine that shares its base: each has a copy of its own."""
         text_config = self.renderer.config.get_text_config()
         shape = tuple(getattr(text_config, field, None) for field in ("kv_lora_rank", "qk_rope_head_dim"))
         has_latents = self.renderer.family.has_latent_attention and shape == _LATENTS
