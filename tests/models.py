@@ -438,7 +438,7 @@ def make_tiny_nemotron_h(directory: Path, *, moe: bool = True, seed: int = 0) ->
     return directory
 
 
-def make_tiny_gpt_oss(directory: Path, *, seed: int = 0, **sizes: object) -> Path:
+def make_tiny_gpt_oss(directory: Path, *, seed: int = 0, sliding_window: int = 8, **sizes: object) -> Path:
     """A gpt-oss: a layer with a window, then one without, sinks as large as scores, and biases."""
     make_tiny_of(
         "gpt_oss",
@@ -446,7 +446,7 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0, **sizes: object) -> Pat
         seed=seed,
         num_local_experts=8,
         num_experts_per_tok=3,
-        sliding_window=8,
+        sliding_window=sliding_window,
         intermediate_size=96,
         rms_norm_eps=1e-5,
         # Within the original length too, yarn makes queries and keys larger.

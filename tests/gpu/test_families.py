@@ -25,7 +25,17 @@ from tests.gpu.agreement import (
     on_cuda,
     scoring_datum,
 )
-from tests.models import DIVIDED, DIVIDED_IN_FP8, EXPERTS, FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
+from tests.models import (
+    DIVIDED,
+    DIVIDED_IN_FP8,
+    EXPERTS,
+    FAMILIES,
+    make_tiny_gpt_oss,
+    make_tiny_of,
+    make_wide_moe,
+    quantise,
+    quantise_in_blocks,
+)
 from tests.sampling import request, sample, sampler_config, scores_of, scoring
 from tests.trainers import LORA, forward_backward, gradients, perturb, relative_distance, trainer
 from tinker_server.api_schemas.inputs import Datum, ModelInput
@@ -180,6 +190,38 @@ async def test_a_sampler_of_several_ranks_of_a_base_in_fp8_scores_as_the_trainer
     others = {"tensor_parallel": num_ranks, "placement": placement, "base_precision": "fp8"}
     quantised = quantise_in_blocks(make(tmp_path / "model"), tmp_path / "quantised")
     await check_sampler(kind, quantised, tmp_path, is_quantised=True, **others)
+
+
+@pytest.mark.parametrize("cache_mib", [256, 8])
+@pytest.mark.parametrize("precision", [None, "mxfp4"])
+async def test_many_long_sequences_with_windows_and_sinks_are_drawn_as_the_trainer_scores_them(
+    precision: Literal["mxfp4"] | None, cache_mib: int, tmp_path: Path
+) -> None:
+    """A cache of 8 MiB has no room for all: some leave it, and come back."""
+    source = make_tiny_gpt_oss(tmp_path / "model", sliding_window=128, head_dim=64)
+    if precision:
+        quantise(source, tmp_path / "quantised")
+        source = tmp_path / "quantised"
+    rank = on_cuda(source, "bfloat16", base_precision=precision)
+    others = {"kv_cache_bytes": cache_mib << 20, "base_precision": precision, "max_context_length": 1024}
+    settings = dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **{**ON_CUDA, **others})
+    running, drawing = SamplerPool(settings), {"max_tokens": 256, "stop": []}
+    texts = [prompt(words(64, seed)) for seed in range(64)]
+    await running.start()
+    try:
+        answers = await asyncio.gather(
+            *(sample(running, request(text, drawing, num_samples=4), None) for text in texts)
+        )
+    finally:
+        await running.stop()
+    rank.create_model("m", LORA)  # which adds nothing yet
+    found = []
+    for text, answer in zip(texts, answers, strict=True):
+        items = [drawn_datum(text, one) for one in answer.sequences]
+        rows = present(forward_backward(rank, "m", cross_entropy(items), False)).loss_fn_outputs
+        drawn = zip(rows, answer.sequences, strict=True)
+        found += [np.abs(row["logprobs"][-len(one.tokens) :] - one.logprobs) for row, one in drawn]
+    assert_close(f"{precision}, {cache_mib} MiB", np.concatenate(found))
 
 
 async def check_sampler(kind: str, source: Path, tmp_path: Path, **others: Any) -> None:
