@@ -77,7 +77,7 @@ def wait_for_sums(total):  # type: ignore[no-untyped-def]
 
     Else products of dequantised weights are in flight when the next weights are computed, and these get the registers
     that tensor cores still read (Triton 3.6): numbers were wrong, or infinite, where many programs shared the card. To
-    read a sum is to wait for it. It takes no time: several products are in flight before it, and not one.
+    read a sum is to wait for it; until then, the products of one step are in flight together.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
 
