@@ -33,11 +33,13 @@ class SharedFactors(PunicaWrapperGPU):  # type: ignore[misc]
         There the first expert's row gets the sum of all.
         """
         assert not kwargs.get("fully_sharded"), "ranks divide neither rank nor hidden width"
-        if is_shared(lora_a_stacked[0]):
+        if self.token_mapping_meta.no_lora_flag_cpu.item():
+            return  # as vLLM does where no token has an adapter
+        if _is_shared(lora_a_stacked[0]):
             low_TR = self._shrink(x, lora_a_stacked)
             units = _units(lora_a_stacked[0].shape[:3], len(lora_a_stacked), x.dtype, x.device)
             super().add_lora_fused_moe(y, low_TR, units, lora_b_stacked, *args, add_inputs=add_inputs, **kwargs)
-        elif is_shared(lora_b_stacked[0]):
+        elif _is_shared(lora_b_stacked[0]):
             (num_tokens, num_choices, _), (b,) = y.shape, lora_b_stacked
             low_TKR = torch.zeros(num_tokens, num_choices, b.shape[-1], dtype=y.dtype, device=y.device)
             units = _units((*b.shape[:2], b.shape[3]), 1, y.dtype, y.device)
@@ -57,7 +59,7 @@ class SharedFactors(PunicaWrapperGPU):  # type: ignore[misc]
         return low_TPR.copy_(low_PTR.transpose(0, 1)).view(num_tokens, -1)
 
 
-def is_shared(factor_SEMN: Tensor) -> bool:
+def _is_shared(factor_SEMN: Tensor) -> bool:
     """Tell whether experts share a factor."""
     return factor_SEMN.shape[1] > 1 and factor_SEMN.stride(1) == 0
 
