@@ -1,7 +1,6 @@
 """Kernels of packed weights as Triton compiles them for cards that no machine here has."""
 
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -31,23 +30,22 @@ SIZES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@cache
-def compiled(capability: Capability, kernel: str, given: tuple[tuple[str, Any], ...]) -> Any:
+def compiled(capability: Capability, kernel: str, given: dict[str, Any]) -> Any:
     from tinker_server.backends.kernels import fp8, packed_experts
 
-    kib, named = CHOICES[capability].shared_memory_kib, dict(given)
+    kib = CHOICES[capability].shared_memory_kib
     constants: dict[str, Any]
     if kernel == "product":
         function = fp8._product
-        rows, outputs, stages, warps = fp8.product_sizes(**named, shared_memory_kib=kib)
+        rows, outputs, stages, warps = fp8.product_sizes(**given, shared_memory_kib=kib)
         constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK": 128}
         types = {"x": "*bf16", "weight": "*fp8e4nv", "scale": "*fp32", "found": "*bf16"}
     else:
-        function, is_fp4 = packed_experts._product_by_expert, named["is_fp4"]
-        outputs, inputs, stages, warps = packed_experts.tile_sizes(**named, shared_memory_kib=kib)
+        function, is_fp4 = packed_experts._product_by_expert, given["is_fp4"]
+        outputs, inputs, stages, warps = packed_experts.tile_sizes(**given, shared_memory_kib=kib)
         missing = ("pair_numbers", "tile_experts", "num_set", "pair_weights", *(() if is_fp4 else ("bias",)))
-        constants = {"ROWS": named["rows"], "OUTPUTS": outputs, "INPUTS": inputs, "EXPERTS": 128, "IS_FP4": is_fp4}
-        constants |= {"IS_TRANSPOSED": named["is_transposed"], "column_stride": 1, "column_scale_stride": 1}
+        constants = {"ROWS": given["rows"], "OUTPUTS": outputs, "INPUTS": inputs, "EXPERTS": 128, "IS_FP4": is_fp4}
+        constants |= {"IS_TRANSPOSED": given["is_transposed"], "column_stride": 1, "column_scale_stride": 1}
         constants |= dict.fromkeys(missing)
         of_weight, of_scale = ("*u8", "*u8") if is_fp4 else ("*fp8e4nv", "*fp32")
         types = {"x": "*bf16", "weight": of_weight, "scale": of_scale, "bias": "*bf16", "found": "*bf16"}
@@ -63,12 +61,12 @@ def compiled(capability: Capability, kernel: str, given: tuple[tuple[str, Any], 
 @pytest.mark.parametrize(("kernel", "given"), SIZES)
 def test_no_product_is_in_flight_when_the_next_weights_are_dequantised(kernel: str, given: dict[str, Any]) -> None:
     """Tensor cores read weights from registers, which the next ones may get."""
-    ptx = compiled((9, 0), kernel, tuple(given.items())).asm["ptx"]
+    ptx = compiled((9, 0), kernel, given).asm["ptx"]
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)
     assert set(waits) == {"0"}
 
 
 @pytest.mark.parametrize(("kernel", "given"), [one for one in SIZES if max(one[1].values()) >= 128])
 def test_large_tiles_fit_into_the_shared_memory_of_a_small_card(kernel: str, given: dict[str, Any]) -> None:
-    found = compiled((8, 9), kernel, tuple(given.items())).metadata.shared
+    found = compiled((8, 9), kernel, given).metadata.shared
     assert found <= CHOICES[(8, 9)].shared_memory_kib << 10
