@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tinker_server.backends.formats import block_fp8, mxfp4
 from tinker_server.backends.formats.packed import gates_and_ups, halves
+from tinker_server.backends.kernels import fp8
 from tinker_server.backends.kernels.packed_experts import AlignedPairs, SortedPairs, product_by_expert
 
 Format = Literal["fp8", "mxfp4"]
@@ -108,6 +109,16 @@ def sorted_products(
     return found, exact_products(x_SN, experts, ends_E, is_transposed=is_transposed)
 
 
+def dense_products(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> Difference:
+    """Of rows with a matrix in fp8, beside other results."""
+    made, whole = torch.Generator().manual_seed(0), make_experts(1, shape, dtype, device)
+    x_MK = torch.randn(rows, shape[1], generator=made).to(device, dtype)
+    found = torch.full((rows, shape[0] + 8), torch.nan, dtype=dtype, device=device)[:, 8:]
+    numbers_ENK, scale_EIJ = halves(whole.weight_EB, *shape)
+    fp8.product(x_MK, numbers_ENK[0], scale_EIJ[0], 128, found)
+    return found, x_MK.double() @ whole.whole_ENK[0].double().T
+
+
 def aligned_products(
     num_choices: int, rows: int, dtype: torch.dtype, device: str = "cpu", *, is_weighted: bool, of: Format = "fp8"
 ) -> Difference:
@@ -176,6 +187,8 @@ def _check_in_interpreter() -> None:  # which has no products in bfloat16
     from triton.runtime.interpreter import InterpreterBuilder
 
     InterpreterBuilder.create_inline_asm = _run_ptx
+    for rows, wide in ((1, 300), (3, 2304), (130, 1088)):  # the second's inputs are split, the last's unevenly
+        _require_close(*dense_products(rows, (160, wide), torch.float32))
     shapes: dict[Format, list[tuple[int, int]]] = {"fp8": [(160, 192), (64, 300)], "mxfp4": [(160, 192), (64, 288)]}
     for of in shapes:
         for shape, is_transposed in product(shapes[of], [False, True]):

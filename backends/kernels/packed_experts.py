@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinker_server.backends.kernels.cards import choices_on
-from tinker_server.backends.kernels.fp8 import MUCH_KIB, wait_for_sums
+from tinker_server.backends.kernels.fp8 import wait_for_sums
 
 _FP8_BLOCK = tl.constexpr(128)
 """Rows and columns of a block in fp8 that has one scale."""
@@ -21,6 +21,8 @@ _FP4_BLOCK = tl.constexpr(32)
 _LEAST_ROWS, _MOST_ROWS, _FEW_ROWS = 16, 128, 32
 """Rows that a program multiplies, and up to which four warps multiply them as fast as eight."""
 _MOST_SORTED_ROWS = 256
+_MUCH_KIB = 160
+"""Shared memory of a program in which the largest tiles fit."""
 _CONVERSION = """
     and.b32 number, {bytes}, {bits};
     mul.lo.u32 number, number, {shifts};
@@ -85,7 +87,7 @@ def tile_sizes(rows: int, *, is_fp4: bool, is_transposed: bool, shared_memory_ki
     if rows > _MOST_ROWS:
         return 128, 64, 3, 8
     if rows == _MOST_ROWS:
-        return (128, 64, 4, 8) if is_fp4 or is_transposed else (128, 128, 3 if shared_memory_kib >= MUCH_KIB else 2, 8)
+        return (128, 64, 4, 8) if is_fp4 or is_transposed else (128, 128, 3 if shared_memory_kib >= _MUCH_KIB else 2, 8)
     if rows > _FEW_ROWS:
         return (128, 128, 3, 4) if is_fp4 else (64, 128, 4, 8)
     return (64, 256, 3, 4) if is_fp4 else (64, 128, 4, 4)

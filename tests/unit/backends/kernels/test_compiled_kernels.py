@@ -14,8 +14,8 @@ ALIGNED = [["tt.divisibility", 16]]
 
 SIZES: list[tuple[str, dict[str, Any]]] = [
     *(
-        ("product", {"num_rows": rows, "num_outputs": outputs})
-        for rows, outputs in [(1, 8192), (64, 8192), (256, 57344)]
+        ("product", {"num_rows": rows, "num_outputs": outputs, "num_inputs": 8192})
+        for rows, outputs in [(1, 8192), (64, 57344), (128, 57344), (256, 8192), (256, 57344)]
     ),
     *(
         ("experts", {"rows": rows, "is_fp4": is_fp4, "is_transposed": is_transposed})
@@ -37,8 +37,9 @@ def compiled(capability: Capability, kernel: str, given: dict[str, Any]) -> Any:
     constants: dict[str, Any]
     if kernel == "product":
         function = fp8._product
-        rows, outputs, stages, warps = fp8.product_sizes(**given, shared_memory_kib=kib)
-        constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK": 128}
+        own = fp8.tiles(**given)
+        stages, warps = own.stages, own.warps
+        constants = {"ROWS": own.rows, "OUTPUTS": own.outputs, "BLOCK": 128, "STEP": own.inputs}
         types = {"x": "*bf16", "weight": "*fp8e4nv", "scale": "*fp32", "found": "*bf16"}
     else:
         function, is_fp4 = packed_experts._product_by_expert, given["is_fp4"]
