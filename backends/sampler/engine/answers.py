@@ -164,8 +164,9 @@ def _read_scores(flat: FlatLogprobs, start: int, end: int, k: int) -> tuple[np.n
         raise BackendFailed(f"the engine gave {len(flat.logprobs)} log probabilities where {shape} were due")
     token_ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)
     logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(shape)
-    if not (logprobs < np.inf).all():  # minus infinity is that of a token shut out
-        raise FloatingPointError("log probabilities are not finite")
+    (bad,) = np.nonzero(~(logprobs < np.inf).all(1))  # minus infinity is that of a token shut out
+    if len(bad):
+        raise FloatingPointError(f"log probabilities are not finite, of token {start + bad[0] + 1} of {end} first")
     return token_ids, logprobs
 
 
