@@ -132,11 +132,11 @@ class BaseModel:
             require_whole_products(sizes, world.device)
             progress.does("compiles")
             compile_layers(model.get_decoder().layers)
+            layers = Recomputation(model.get_decoder().layers, offloads=config.offloads_inputs)
             carries = shares and family.has_linear_attention
-            warm_up(self.scorer, self.renderer, world, is_coupled=self.is_coupled, carries=carries)
+            warm_up(self.scorer, self.renderer, world, layers, is_coupled=self.is_coupled, carries=carries)
             if config.placement.trainer_bytes:
                 progress.does("measures memory")
-                layers = Recomputation(model.get_decoder().layers, offloads=config.offloads_inputs)
                 self.memory = self._measure_memory(layers, world, config.placement.trainer_bytes)
                 if carries:
                     of_rank = self.memory.tokens_as_large_as(layer_state_bytes(model.config.get_text_config()))

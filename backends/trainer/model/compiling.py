@@ -17,6 +17,7 @@ from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.lora.experts import LoraExperts
 from tinker_server.backends.trainer.model import targets
 from tinker_server.backends.trainer.model.packing import Microbatch, pack
+from tinker_server.backends.trainer.model.recompute import Recomputation
 from tinker_server.backends.trainer.model.shared_prefixes import Trie, trie_of_three
 from tinker_server.backends.trainer.model.token_logprobs import Scorer
 
@@ -87,16 +88,25 @@ def merge_linears(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def warm_up(scorer: Scorer, renderer: Renderer, world: World, *, is_coupled: bool, carries: bool = False) -> None:
+def warm_up(  # noqa: PLR0913
+    scorer: Scorer,
+    renderer: Renderer,
+    world: World,
+    layers: Recomputation,
+    *,
+    is_coupled: bool,
+    carries: bool = False,
+) -> None:
     """Compile what serving needs, with a gradient and without: nothing is then compiled while it serves. `carries`:
     layers carry states along texts that share beginnings.
 
-    Nothing is recomputed yet, so a large base may lack the memory: then it is compiled by shorter texts, unless ranks
-    wait for each other in it (`is_coupled`).
+    A large base may lack the memory for this text: then it is compiled by shorter ones. Ranks that wait for each other
+    in it (`is_coupled`) could not fail apart: their layers recompute, which takes the least memory.
     """
     began = time.monotonic()
     log.info("compiling the decoder's layers, which takes about half a minute")
     lengths = [world.context.size * length for length in _WARM_UP_LENGTHS]
+    layers.use(layers.num_layers if is_coupled else 0)
 
     def runs() -> bool:
         can_fail = not is_coupled and min(lengths) > _LEAST_WARM_UP
@@ -105,6 +115,7 @@ def warm_up(scorer: Scorer, renderer: Renderer, world: World, *, is_coupled: boo
     while not runs():
         torch.cuda.empty_cache()
         lengths = [length // 2 for length in lengths]
+    layers.use(0)
     log.info("compiled in %.0f s, by a microbatch of %d tokens", time.monotonic() - began, sum(lengths))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.factories import make_renderer
 from tests.models import make_tiny_moe, make_tiny_nemotron_h, make_tiny_qwen3_next
@@ -11,7 +12,8 @@ from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.families.lora_names import decoder_modules
 from tinker_server.backends.trainer.distributed import World
 from tinker_server.backends.trainer.lora.adapters import Adapters
-from tinker_server.backends.trainer.model.compiling import compile_layers, merge_linears, warm_up
+from tinker_server.backends.trainer.model.compiling import compile_layers, merge_linears, run_text, warm_up
+from tinker_server.backends.trainer.model.recompute import Recomputation
 
 
 @pytest.mark.parametrize(("make", "left"), [(make_tiny_qwen3_next, []), (make_tiny_nemotron_h, ["linear_attention"])])
@@ -28,17 +30,39 @@ def test_all_layers_are_compiled_but_those_of_mamba2(make, left, tmp_path):
 
 def test_a_base_without_room_for_long_texts_is_compiled_by_shorter_ones(tiny_text):
     base, seen = trainer(tiny_text).base, []
+    layers = Recomputation(base.scorer.model.get_decoder().layers)
 
-    def limited(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def limited(layer: GradientCheckpointingLayer, args: tuple[torch.Tensor, ...]) -> None:
         seen.append(args[0].shape[1])
-        if seen[-1] > 1500:
+        if seen[-1] > 1500 and not layer.gradient_checkpointing:
             raise torch.OutOfMemoryError
 
     base.scorer.model.get_decoder().layers[1].register_forward_pre_hook(limited)
-    warm_up(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), is_coupled=False)
+    warm_up(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), layers, is_coupled=False)
     assert seen == [4001, 2000, 999, 999]  # the last with a gradient and without
-    with pytest.raises(torch.OutOfMemoryError):  # other ranks would wait
-        warm_up(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), is_coupled=True)
+
+
+def test_ranks_that_wait_for_each_other_compile_layers_that_recompute(tiny_text):
+    """One that fails would leave the others waiting. What is compiled so serves layers that do not recompute."""
+    base, seen, compiled = trainer(tiny_text).base, [], []
+    decoder = base.scorer.model.get_decoder()
+
+    def backend(module, _):
+        compiled.append(module)
+        return module
+
+    for layer in decoder.layers:
+        layer.compile(dynamic=True, backend=backend)
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.gradient_checkpointing))
+    warm_up(
+        base.scorer, base.renderer, World(0, 1, torch.device("cpu")), Recomputation(decoder.layers), is_coupled=True
+    )
+    assert seen and all(seen) and compiled
+    count = len(compiled)
+    for with_gradient in (True, False):
+        with torch.set_grad_enabled(with_gradient):
+            run_text(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), [400, 300])
+    assert not any(seen[-4:]) and len(compiled) == count
 
 
 def test_linears_of_the_same_input_become_one_and_give_what_they_gave_before(tiny_text):
