@@ -108,13 +108,11 @@ class Support:
     @property
     def can_keep_latents(self) -> bool:
         """True if engines keep latents in place of whole keys and values. They make matrices of one that is then not
-        to be packed, and on a CPU vLLM would neither cut prompts nor find their beginnings in its cache. No GPU has
-        run latents in an engine that shares its base: each has a copy of its own."""
+        to be packed, and on a CPU vLLM would neither cut prompts nor find their beginnings in its cache."""
         text_config = self.renderer.config.get_text_config()
         shape = tuple(getattr(text_config, field, None) for field in ("kv_lora_rank", "qk_rope_head_dim"))
         has_latents = self.renderer.family.has_latent_attention and shape == _LATENTS
-        has_own_copy = self.device == "cuda" and self.config.base_copies == 2
-        return has_latents and has_own_copy and self.config.base_precision is None
+        return has_latents and self.device == "cuda" and self.config.base_precision is None
 
     def _reason_unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share a copy of the base, or None."""

@@ -178,10 +178,9 @@ def test_slots_have_the_form_of_new_models_unless_older_ones_have_experts_of_the
 
 def test_whole_keys_and_values_are_kept_for_runs_that_adapt_them_alone(tmp_path: Path) -> None:
     source = make_tiny_deepseek_v3(tmp_path / "model", **LATENTS)
-    settings = BackendConfig(models={"a": str(source)}, scratch_dir=tmp_path / "scratch", base_copies=2)
+    settings = BackendConfig(models={"a": str(source)}, scratch_dir=tmp_path / "scratch")
     card = Machine(64 * GIB, [80 * GIB], ["card"])
     without: list[dict[str, object]] = [{"device": "cpu"}, {"lora_layout": "own"}, {"base_precision": "fp8"}]
-    without += [{"base_copies": copies} for copies in (None, 1)]
     for changed in without:
         found = describe_models(settings.model_copy(update=changed), card)["a"]
         assert not found.spec.latent_cache and not found.size.latent_cache
@@ -196,8 +195,9 @@ def test_whole_keys_and_values_are_kept_for_runs_that_adapt_them_alone(tmp_path:
 
 
 def test_latents_take_a_fraction_of_whole_keys_and_values() -> None:
-    size = shape("deepseek-ai/DeepSeek-V3.1")
-    keeping = replace(size, latent_cache=True)
+    keeping = shape("deepseek-ai/DeepSeek-V3.1")
+    size = replace(keeping, latent_cache=False)
+    assert keeping.latent_cache
     layers, heads = 61, 128
     assert size.token_bytes() == size.token_bytes(8) == 2 * layers * 2 * heads * 192  # 5.7 MiB
     assert keeping.token_bytes() == 2 * layers * (512 + 64)  # 69 KiB
