@@ -20,8 +20,8 @@ _LEAST_ROWS, _MOST_ROWS, _FEW_ROWS = 16, 128, 32
 """Rows that a program multiplies, and up to which a step has as many inputs as a block."""
 _FILLING = 16384
 """Outputs of which each program can take 128 in place of 64, and all multiprocessors have one."""
-_PROGRAMS, _LARGE_PROGRAMS = 528, 264
-"""Programs that run at once on an H100 or H200, of up to 64 rows and of 128: four or two on each multiprocessor."""
+_PROGRAMS, _LARGE_PROGRAMS = 396, 264
+"""Programs that run at once on an H100 or H200, of up to 64 rows and of 128: three or two on each multiprocessor."""
 _LEAST_STEPS = 8
 """Steps of a program below which its inputs are not split further."""
 _SUMMED = 1024
