@@ -107,7 +107,7 @@ NOTES = """
 - **Cards before Hopper** (compute capability 8.0, 8.6 and 8.9) have other kernels: the trainer's attention is
   FlashAttention 2 for samples of every length, where Hopper has cuDNN's for long ones; the engine's is FlashAttention 2
   in place of 3; the delta rule's kernels choose their sizes at each first start; and below 8.9 torch dequantises bases
-  in fp8. Where a program has 99 KiB of shared memory (8.9, 12.0), kernels for fp8 load fewer tiles ahead.
+  in fp8. Where a program has 99 KiB of shared memory (8.9, 12.0), kernels for experts load fewer tiles ahead.
   `backends/kernels/cards.py` has the table. Tests compare the choices with it, and compile the kernels of packed
   weights for 8.9 and 9.0. Only H100 and H200 (9.0) have run.
 - **If a model does not fit:** use a shorter context, a smaller rank, a base in fewer bytes (`--base-precision`), or

@@ -200,8 +200,7 @@ NOTES = """
 - **gpt-oss.** Trainer and engine dequantise its MXFP4 weights to bfloat16 at load, to four times the size of the files.
   With `--base-precision mxfp4` its experts stay packed in both, and are dequantised for each product. Tests on the CPU
   compare scores and gradients with those of the dequantised base; on an H200, tiny trainers and engines agree. In the
-  shape of gpt-oss-120b with random weights, an H200 trained, and sampled and scored a text alone; of 64 prompts with
-  four samples of 256 tokens at once, 30 ended with "log probabilities are not finite", for a reason that is not known.
+  shape of gpt-oss-120b with random weights, an H200 trained and sampled, 0.013 nats apart on average and 0.17 at most.
   Sinks, routers and all biases are frozen. Adapters of an expert's gate, up and down are saved as `w1`, `w3` and `w2`.
   vLLM itself expects one adapter of gate and up together for this kind, so merge the weights for use in other programs.
   Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM

@@ -22,7 +22,7 @@ class Choices:
     tuned_delta_rule: bool
     """Kernels of the delta rule have sizes that were measured. Else the library measures them at each first start."""
     shared_memory_kib: int
-    """Of a program. Where it is little, kernels for fp8 load fewer of their largest tiles ahead."""
+    """Of a program. Where it is little, kernels for experts load fewer of their largest tiles ahead."""
 
 
 CHOICES: dict[Capability, Choices] = {

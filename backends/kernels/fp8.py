@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinker_server.backends.kernels.cards import choices_on
-
 _ROWS = 32
 """Rows of a block that a program computes."""
 _LEAST_ROWS, _MOST_ROWS, _FEW_ROWS = 16, 128, 32
@@ -79,7 +77,7 @@ def tiles(num_rows: int, num_outputs: int, num_inputs: int) -> Tiles:
     return Tiles(rows, outputs, inputs, min(most, max(1, at_once // programs)), stages, warps)
 
 
-def product(
+def product(  # noqa: PLR0913
     x_MK: Tensor, weight_NK: Tensor, scale_IJ: Tensor, block: int, found_MN: Tensor, chosen: Tiles | None = None
 ) -> None:
     """Write x W^T to `found_MN`, whose rows may have a gap between them. W is rounded to the type of x as `dequantise`
@@ -103,7 +101,9 @@ def product(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _add_up(sums, found, num_outputs, found_stride, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def _add_up(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    sums, found, num_outputs, found_stride, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr
+) -> None:
     """Write to a row of `found` the sum over its rows of all splits, in their order."""
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < num_outputs
