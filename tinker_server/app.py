@@ -86,7 +86,7 @@ from tinker_server.weights.lookup import WeightStores
 from tinker_server.weights.uploads import Uploads
 
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
-REPLAY_S, LONGEST_REPLAY_S = 20.0, 120.0
+REPLAY_S, LONGEST_REPLAY_S = 5.0, 120.0
 """Seconds of a model's work after which a snapshot is taken: early, if all models' cost little, and at the latest. They
 bound the time for which its log runs again after a crash."""
 INTERRUPTED_S = 20.0
