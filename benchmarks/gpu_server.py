@@ -3,12 +3,13 @@ steps, deaths of trainer and engine, and the GPUs' memory.
 
     python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3] [--model DIRECTORY] [--once]
         [--adapters 4] [--precision fp8|mxfp4] [--batch 16] [--groups 64] [--server "--base-copies 2 --replay-routing"]
-        [--figures FILE] [--cpu RANKS]
+        [--figures FILE] [--starts] [--cpu RANKS]
 
 Random weights in the shape of a published model, LoRA of rank 32; what is not said here is at its default. MFU as in
-`benchmarks/gpu.py`; its peak is that of one GPU, measured before the server starts. The second start finds the compiled
-kernels of the first in its data directory; `--once` leaves it out. `--model` keeps the weights for another run.
-`--figures` writes the figures as JSON. `--cpu` rehearses on a CPU, with the tiny model and as many ranks and engines.
+`benchmarks/gpu.py`; its peak is that of one GPU, measured before the server starts. The second start finds the
+compiled kernels of the first in its data directory; `--once` leaves it out, `--starts` all but starts and deaths.
+`--model` keeps the weights for another run. `--figures` writes the figures as JSON. `--cpu` rehearses on a CPU, with
+the tiny model and as many ranks and engines.
 """
 
 import argparse
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp8", "mxfp4"), help=precision_help)
     parser.add_argument("--server", default="", help="more options of the server")
     parser.add_argument("--once", action="store_true", help="without the second start")
+    parser.add_argument("--starts", action="store_true", help="starts and deaths alone")
     parser.add_argument("--figures", type=Path, help="file to which the figures are written as JSON")
     parser.add_argument("--cpu", type=int, metavar="RANKS", help="rehearse with the tiny model on a CPU")
     given = parser.parse_args()
@@ -94,15 +96,16 @@ def main() -> None:
                     server.stop()
                 figures |= first_answer(server, start)
             training = server.client().create_lora_training_client(NAME, rank=RANK).result()
-            batches = (given.batch, 1024), (1, _longest(server)), (8, 64)
-            figures |= train(training, batches, partial(_part_of_peak, shape, peak), given.rounds)
-            figures |= print_memory()
-            times = saves(training, given.rounds)
-            times.show("from trained weights to a token of them")
-            figures["from trained weights to their first token, ms"] = times.median_ms()
-            figures |= sample(server, training, (given.groups, given.adapters), given.rounds)
-            for number in range(given.rounds):
-                figures |= rl_step(training, given.groups, number)
+            if not given.starts:
+                batches = (given.batch, 1024), (1, _longest(server)), (8, 64)
+                figures |= train(training, batches, partial(_part_of_peak, shape, peak), given.rounds)
+                figures |= print_memory()
+                times = saves(training, given.rounds)
+                times.show("from trained weights to a token of them")
+                figures["from trained weights to their first token, ms"] = times.median_ms()
+                figures |= sample(server, training, (given.groups, given.adapters), given.rounds)
+                for number in range(given.rounds):
+                    figures |= rl_step(training, given.groups, number)
             figures |= recover(server, training)
         finally:
             server.stop()
