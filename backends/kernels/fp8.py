@@ -126,7 +126,8 @@ def wait_for_sums(total):  # type: ignore[no-untyped-def]
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+# Not specialised, the numbers that change with the rows do not compile it anew.
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])  # type: ignore[untyped-decorator, unused-ignore]
 def _product(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     x,
     weight,
