@@ -306,6 +306,8 @@ class SamplingTask:
     scores: PromptScores = PromptScores()
     request_id: str = ""
     """Names its sequences (`ids.sequence_id`); empty: they have no names."""
+    first: int = 0
+    """Number of its first sample: a request's samples may be several tasks."""
 
     @classmethod
     def from_request(

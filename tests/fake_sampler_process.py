@@ -34,8 +34,12 @@ async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
         time.sleep(1000)  # noqa: ASYNC251 - it is to hang
     tokens = np.array([token], np.int32)
     distance = broken.with_name("unwritten").exists()
+    numbers = range(task.first, task.first + task.num_samples)
     return SampleResponse(
-        sequences=[SampledSequence(stop_reason="length", tokens=tokens, logprobs=np.zeros(1, np.float32))],
+        sequences=[
+            SampledSequence(stop_reason="length", tokens=tokens, logprobs=np.full(1, -number, np.float32))
+            for number in numbers
+        ],
         prompt_logprobs=np.full(len(chunk.tokens), -float(distance)) if task.scores.logprobs else None,  # type: ignore[union-attr]
     )
 

@@ -52,6 +52,7 @@ class Request(Suspect):
 
     num_tokens: int = 0
     """Tokens that it is expected to take."""
+    num_samples: int = 1
     deaths: int = 0
     """Number of engines that died while they worked on it."""
     has_begun: bool = False

@@ -1,7 +1,8 @@
 """Samples from one base model with one engine or several, each on GPUs and in processes of its own.
 
 A request goes to the engine that has the beginning of its prompt in its cache, unless that engine is clearly busier
-than another (`prefix_routes.py`). It waits until there is an engine, however long that takes.
+than another (`prefix_routes.py`). It waits until there is an engine, however long that takes. A prompt with more
+samples than an engine has room for goes to several that have room.
 
 **Fairness.** Each engine admits its sequences itself (`fair_admission.py`): a grant follows the end of a sequence at
 once, and only the engine's process knows the sequences of a chat, and which adapters have a slot. So that an owner's
@@ -11,8 +12,8 @@ sequences each owner has in the others. Admission before routing would need a ro
 **Deaths.** A request whose engine died runs at once on another engine, or the first that lives, beside what is there.
 If that engine dies too, it waits for it to start again, and runs there apart from all others, as crash isolation says
 (`crash_isolation.py`), until the culprit is found; everybody else's work goes on elsewhere. So a request ends at most
-two shared engines. An owner's requests move together, so they end no more. With a single engine a request is isolated
-after the first death.
+two shared engines; one that is divided, those of its parts and another. An owner's requests move together, so they end
+no more. With a single engine a request is isolated after the first death.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +42,7 @@ from tinker_server.backends.protocol import (
     EngineUse,
     OnLoading,
     ProcessState,
+    PromptScores,
     SamplingTask,
     ignore_loading,
 )
@@ -132,8 +135,18 @@ class SamplerPool:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Implement the protocol."""
-        pieces = task_pieces(task) if self._is_several else []
-        return await self._run(Request(task.owner, num_tokens=task_tokens(task, pieces)), Sample(task), pieces)
+        pieces, parts = task_pieces(task) if self._is_several else [], self._parts(task)
+
+        async def draw(part: SamplingTask) -> SampleResponse:
+            request = Request(task.owner, num_tokens=task_tokens(part, pieces), num_samples=part.num_samples)
+            # A part goes where the least work is, whoever has the prompt in its cache.
+            return await self._run(request, Sample(part), pieces if len(parts) == 1 else ())
+
+        first, *others = await tasks.gather(map(draw, parts))
+        if not others:
+            return first
+        sequences = [sequence for answer in (first, *others) for sequence in answer.sequences]
+        return first.model_copy(update={"sequences": sequences})
 
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
         """Implement the protocol."""
@@ -170,6 +183,24 @@ class SamplerPool:
         engines = list(self.engines)
         uses = await asyncio.gather(*(engine.use() for engine in engines))
         return _sum({engine.number: use for engine, use in zip(engines, uses, strict=True) if use is not None})
+
+    def _parts(self, task: SamplingTask) -> list[SamplingTask]:
+        """Divide a task whose samples no engine has room for, while several have room for some: by their rooms, and
+        what is left over evenly. The first part scores the prompt."""
+        most, count = self._spec.max_concurrent_samples, task.num_samples
+        taken = [sum(request.num_samples for request in engine.requests) for engine in self.engines if engine.is_open]
+        rooms = sorted((most - number for number in taken if number < most), reverse=True)
+        if len(rooms) < 2 or count <= rooms[0]:
+            return [task]
+        share, more = divmod(max(0, count - sum(rooms)), len(rooms))
+        parts, first = [], 0
+        for index, room in enumerate(rooms):
+            own = min(room + share + (index < more), count - first)
+            if own:
+                scores = PromptScores() if first else task.scores
+                parts.append(replace(task, num_samples=own, first=first, scores=scores))
+            first += own
+        return parts
 
     async def _acknowledge(self, engine: EngineClient, command: Publish, owner: str) -> None:
         """Have an engine load what another loads. An engine that is dead, or runs suspects, or dies of it, checks it on

@@ -110,6 +110,25 @@ async def test_both_engines_are_used_and_all_samples_of_a_prompt_go_to_one(pool:
         assert [len(engine.requests - of) for engine, of in zip(pool.engines, of_engines, strict=True)] == [3, 3]
 
 
+async def test_a_prompt_whose_samples_both_engines_draw_has_those_of_one_engine(
+    pool: SamplerPool, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"max_tokens": 60, "stop": [], "seed": 3}
+    drawing = request(MIXED["one image"], params, num_samples=5, prompt_logprobs=True)
+    whole = await sample(pool, drawing, adapter)
+    monkeypatch.setattr(pool, "_spec", replace(pool._spec, max_concurrent_samples=3))
+    asked = asyncio.create_task(sample(pool, drawing, adapter))
+    await asyncio.sleep(0.05)
+    assert [sum(one.num_samples for one in engine.requests) for engine in pool.engines] == [3, 2]
+    divided = await asked
+    assert len({one.tokens.tobytes() for one in whole.sequences}) == 5
+    for one, other in zip(divided.sequences, whole.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        assert_close(one.logprobs, other.logprobs)
+    assert whole.prompt_logprobs is not None
+    assert_close(divided.prompt_logprobs, whole.prompt_logprobs)
+
+
 async def test_an_adapter_published_once_gives_the_same_log_probabilities_from_both_engines(
     pool: SamplerPool, reference: Reference, adapter: Path
 ) -> None:

@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 
-from tests.sampling import ask, sampler_config
+from tests.factories import prompt, words
+from tests.sampling import ask, request, sample, sampler_config
+from tinker_server.api_schemas.sampling import SampleResponse
 from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.configure.create import LocalModel, start_models
 from tinker_server.backends.model_spec import ModelSpec, Placement
@@ -46,12 +49,72 @@ async def pool(tmp_path: Path) -> AsyncIterator[SamplerPool]:
     await running.stop()
 
 
+@pytest_asyncio.fixture
+async def small_pool(tmp_path: Path) -> AsyncIterator[SamplerPool]:
+    """Engines that draw four sequences at once."""
+    spec = replace(sampler_config(tmp_path, tmp_path / "scratch"), placement=Placement(engines=((), (), ())))
+    running = SamplerPool(replace(spec, max_concurrent_samples=4), launch_light)
+    await running.start()
+    yield running
+    await running.stop()
+
+
 def kill(engine: EngineClient) -> None:
     psutil.Process(engine.supervisor.children[0].process.pid).kill()
 
 
 def on(pool: SamplerPool) -> list[int]:
     return [len(engine.requests) for engine in pool.engines]
+
+
+async def draw(pool: SamplerPool, token: int, num_samples: int, seed: int = 0) -> SampleResponse:
+    prompted = request(prompt(words(1).model_copy(update={"tokens": np.array([token, seed])})), prompt_logprobs=True)
+    return await sample(pool, prompted.model_copy(update={"num_samples": num_samples}), None)
+
+
+def numbers(response: SampleResponse) -> list[int]:
+    return [-int(sequence.logprobs[0]) for sequence in response.sequences]
+
+
+@pytest.mark.parametrize(
+    ("count", "taken", "on_each"),
+    [
+        (4, [], [4, 0, 0]),
+        (5, [], [4, 1, 0]),
+        (10, [], [4, 4, 2]),
+        (17, [], [6, 6, 5]),
+        (5, [4, 2], [4, 3, 4]),  # two have room for six
+        (5, [4, 4], [4, 4, 5]),  # one has room
+        (5, [4, 4, 4], [9, 4, 4]),  # none has
+    ],
+)
+async def test_a_prompt_with_more_samples_than_an_engine_has_room_for_goes_to_several(
+    small_pool: SamplerPool, count: int, taken: list[int], on_each: list[int]
+) -> None:
+    pool = small_pool
+    before = [asyncio.create_task(draw(pool, 1, number, seed)) for seed, number in enumerate(taken, 1)]
+    await asyncio.sleep(0.1)
+    asked = asyncio.create_task(draw(pool, 1, count))
+    await asyncio.sleep(0.1)
+    assert [sum(request.num_samples for request in engine.requests) for engine in pool.engines] == on_each
+    response = await asked
+    assert numbers(response) == list(range(count))
+    assert response.prompt_logprobs is not None and response.prompt_logprobs.shape == (2,)
+    assert [numbers(one) for one in await asyncio.gather(*before)] == [list(range(number)) for number in taken]
+
+
+async def test_parts_of_a_prompt_whose_engine_dies_run_elsewhere_and_a_deadly_one_fails_alone(
+    small_pool: SamplerPool,
+) -> None:
+    pool = small_pool
+    asked = asyncio.create_task(draw(pool, 1, 10))
+    await asyncio.sleep(0.3)
+    kill(pool.engines[2])
+    assert numbers(await asked) == list(range(10))
+    with pytest.raises(BackendFailed, match="the engine died twice while it worked on this request"):
+        await draw(pool, 13, 10)
+    async with asyncio.timeout(90):
+        assert await ask(pool, 0) == 0
 
 
 async def ask_all(pool: SamplerPool, owners: list[str]) -> list[asyncio.Task[int]]:

@@ -134,11 +134,11 @@ class SamplerProcess:
                     params = sampling_params(task, index, self._end_tokens, self._placeholders, most_tokens)
                     return await self._sequences.final(inputs, params, lora, num_before)
 
-            outputs = await tasks.gather(sequence(index) for index in range(task.num_samples))
+            outputs = await tasks.gather(map(sequence, range(task.first, task.first + task.num_samples)))
             rendered, _ = await prompt.render()
             if self._routing is not None and (model_id := self._weights.model_id(held)):
                 keep = partial(keep_routing, self._routing, (task.owner, model_id, task.request_id))
-                await asyncio.to_thread(keep, rendered, [output.outputs[0] for output in outputs])
+                await asyncio.to_thread(keep, rendered, [output.outputs[0] for output in outputs], task.first)
         self._tasks_done += 1
         return answer(task, rendered, outputs)
 

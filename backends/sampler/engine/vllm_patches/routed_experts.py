@@ -42,15 +42,19 @@ def allow_on_cpu() -> None:
 
 
 def keep_routing(
-    files: RoutingFiles, of: tuple[str, str, str], rendered: Rendered, outputs: Sequence[CompletionOutput]
+    files: RoutingFiles,
+    of: tuple[str, str, str],
+    rendered: Rendered,
+    outputs: Sequence[CompletionOutput],
+    first: int = 0,
 ) -> None:
-    """Keep the experts of a prompt and each of its samples; `of`: owner, model and request. The last sampled token was
-    not sent anywhere yet.
+    """Keep the experts of a prompt and each of its samples, from the number `first` on; `of`: owner, model and request.
+    The last sampled token was not sent anywhere yet.
 
     A full disk fails no sample.
     """
     owner, model_id, request_id = of
-    for index, output in enumerate(outputs):
+    for index, output in enumerate(outputs, first):
         fed = output.token_ids[:-1]
         num_tokens, experts_TLK = len(rendered.token_ids_T) + len(fed), output.routed_experts
         if experts_TLK is None or len(experts_TLK) < num_tokens:

@@ -345,9 +345,14 @@ def test_models_in_one_microbatch_have_each_its_own_routing(tmp_path: Path) -> N
     ]
 
 
+NUMBERS = {"first": 0, "second": 0, "third": 2}
+"""Of the continuation of each request: another engine has drawn the third's others."""
+
+
 def run(part: Literal["prompt", "sampled"], request_id: str, length: int, offset: int = 0) -> TokenRun:
-    """Of the first continuation of a request."""
-    return TokenRun(part=part, sequence_id=f"{request_id}:0", offset=offset, length=length)
+    """Of the continuation of a request."""
+    sequence_id = f"{request_id}:{NUMBERS.get(request_id, 0)}"
+    return TokenRun(part=part, sequence_id=sequence_id, offset=offset, length=length)
 
 
 @pytest.fixture
@@ -363,7 +368,7 @@ def two_turns(tmp_path: Path) -> tuple[TrainerRank, Renderer, Datum, dict[str, n
         experts_TLK = kept[request_id] = experts_of(renderer, end - 1, seed)
         rendered = renderer.render(prompt(EncodedTextChunk(tokens=tokens[:num_prompt])), "prompt")
         output = CompletionOutput(0, "", tokens[num_prompt:].tolist(), None, None, experts_TLK)
-        keep_routing(files, (OWNER, "m", request_id), rendered, [output])
+        keep_routing(files, (OWNER, "m", request_id), rendered, [output], NUMBERS[request_id])
     whole = prompt(EncodedTextChunk(tokens=np.concatenate([beginning, own])))
     return replaying(source, tmp_path / "routing"), renderer, datum(whole, renderer), kept
 
