@@ -21,7 +21,7 @@ import itertools
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
@@ -135,18 +135,19 @@ class SamplerPool:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Implement the protocol."""
-        pieces, parts = task_pieces(task) if self._is_several else [], self._parts(task)
+        pieces = task_pieces(task) if self._is_several else []
+        if task.num_samples == 1 or len(parts := self._parts(task)) == 1:
+            request = Request(task.owner, num_tokens=task_tokens(task, pieces), num_samples=task.num_samples)
+            return await self._run(request, Sample(task), pieces)
 
-        async def draw(part: SamplingTask) -> SampleResponse:
+        def draw(part: SamplingTask) -> Coroutine[object, object, SampleResponse]:
+            """Draw a part where the least work is, whoever has the prompt in its cache."""
             request = Request(task.owner, num_tokens=task_tokens(part, pieces), num_samples=part.num_samples)
-            # A part goes where the least work is, whoever has the prompt in its cache.
-            return await self._run(request, Sample(part), pieces if len(parts) == 1 else ())
+            return self._run(request, Sample(part), ())
 
-        first, *others = await tasks.gather(map(draw, parts))
-        if not others:
-            return first
-        sequences = [sequence for answer in (first, *others) for sequence in answer.sequences]
-        return first.model_copy(update={"sequences": sequences})
+        answers = await tasks.gather(map(draw, parts))
+        sequences = [sequence for answer in answers for sequence in answer.sequences]
+        return answers[0].model_copy(update={"sequences": sequences})
 
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
         """Implement the protocol."""
