@@ -21,7 +21,7 @@ import itertools
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
@@ -136,16 +136,16 @@ class SamplerPool:
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Implement the protocol."""
         pieces = task_pieces(task) if self._is_several else []
-        if task.num_samples == 1 or len(parts := self._parts(task)) == 1:
-            request = Request(task.owner, num_tokens=task_tokens(task, pieces), num_samples=task.num_samples)
-            return await self._run(request, Sample(task), pieces)
-
-        def draw(part: SamplingTask) -> Coroutine[object, object, SampleResponse]:
-            """Draw a part where the least work is, whoever has the prompt in its cache."""
-            request = Request(task.owner, num_tokens=task_tokens(part, pieces), num_samples=part.num_samples)
-            return self._run(request, Sample(part), ())
-
-        answers = await tasks.gather(map(draw, parts))
+        parts = [task] if task.num_samples == 1 else self._parts(task)
+        asked = [
+            Request(task.owner, num_tokens=task_tokens(part, pieces), num_samples=part.num_samples) for part in parts
+        ]
+        if len(parts) == 1:
+            return await self._run(asked[0], Sample(task), pieces)
+        # Parts go where the least work is, whoever has the prompt in its cache.
+        answers = await tasks.gather(
+            self._run(request, Sample(part), ()) for request, part in zip(asked, parts, strict=True)
+        )
         sequences = [sequence for answer in answers for sequence in answer.sequences]
         return answers[0].model_copy(update={"sequences": sequences})
 
