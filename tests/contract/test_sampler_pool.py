@@ -49,14 +49,11 @@ async def pool(tmp_path: Path) -> AsyncIterator[SamplerPool]:
     await running.stop()
 
 
-@pytest_asyncio.fixture
-async def small_pool(tmp_path: Path) -> AsyncIterator[SamplerPool]:
+@pytest.fixture
+def small_pool(pool: SamplerPool, monkeypatch: pytest.MonkeyPatch) -> SamplerPool:
     """Engines that draw four sequences at once."""
-    spec = replace(sampler_config(tmp_path, tmp_path / "scratch"), placement=Placement(engines=((), (), ())))
-    running = SamplerPool(replace(spec, max_concurrent_samples=4), launch_light)
-    await running.start()
-    yield running
-    await running.stop()
+    monkeypatch.setattr(pool, "_spec", replace(pool._spec, max_concurrent_samples=4))
+    return pool
 
 
 def kill(engine: EngineClient) -> None:

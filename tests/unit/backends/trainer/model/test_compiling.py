@@ -10,7 +10,7 @@ from tests.models import make_tiny_moe, make_tiny_nemotron_h, make_tiny_qwen3_ne
 from tests.trainers import trainer
 from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.families.lora_names import decoder_modules
-from tinker_server.backends.trainer.distributed import World
+from tinker_server.backends.trainer.distributed import ALONE
 from tinker_server.backends.trainer.lora.adapters import Adapters
 from tinker_server.backends.trainer.model.compiling import compile_layers, merge_linears, run_text, warm_up
 from tinker_server.backends.trainer.model.recompute import Recomputation
@@ -38,7 +38,7 @@ def test_a_base_without_room_for_long_texts_is_compiled_by_shorter_ones(tiny_tex
             raise torch.OutOfMemoryError
 
     base.scorer.model.get_decoder().layers[1].register_forward_pre_hook(limited)
-    warm_up(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), layers, is_coupled=False)
+    warm_up(base.scorer, base.renderer, ALONE, layers, is_coupled=False)
     assert seen == [4001, 2000, 999, 999]  # the last with a gradient and without
 
 
@@ -54,14 +54,12 @@ def test_ranks_that_wait_for_each_other_compile_layers_that_recompute(tiny_text)
     for layer in decoder.layers:
         layer.compile(dynamic=True, backend=backend)
         layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.gradient_checkpointing))
-    warm_up(
-        base.scorer, base.renderer, World(0, 1, torch.device("cpu")), Recomputation(decoder.layers), is_coupled=True
-    )
+    warm_up(base.scorer, base.renderer, ALONE, Recomputation(decoder.layers), is_coupled=True)
     assert seen and all(seen) and compiled
     count = len(compiled)
     for with_gradient in (True, False):
         with torch.set_grad_enabled(with_gradient):
-            run_text(base.scorer, base.renderer, World(0, 1, torch.device("cpu")), [400, 300])
+            run_text(base.scorer, base.renderer, ALONE, [400, 300])
     assert not any(seen[-4:]) and len(compiled) == count
 
 

@@ -107,7 +107,8 @@ def same_as_whole(
             for name, values in own.items():
                 np.testing.assert_allclose(values, of_other[name], rtol=bound, atol=bound)
         for name, value in other.metrics.items():
-            assert output.metrics[name] == pytest.approx(value, rel=1e-4, abs=3e-4), name  # sums over tokens, too
+            atol = 3e-4 if name == "loss:sum" else 1e-4  # it adds up what rounding makes of every token
+            assert output.metrics[name] == pytest.approx(value, rel=1e-4, abs=atol), name
     for name, tensors in wanted.items():
         assert_same_gradients(found[name], tensors, bound, noise)
     return outputs
