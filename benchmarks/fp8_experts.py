@@ -9,6 +9,7 @@ is the same product of pairs by their numbers, beside vLLM's kernel in bfloat16 
 import argparse
 import sys
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -43,6 +44,23 @@ def microseconds(work: Callable[[], object]) -> float:
     end.synchronize()
     taken_ms: float = begin.elapsed_time(end)
     return taken_ms * 1e3 / 50
+
+
+def compile_first(description: str | None, compile_share: Callable[[int, int], None]) -> Path | None:
+    """Read the options of a sweep, and have processes compile a share of the candidates each. Return the file for the
+    figures."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--figures", type=Path, help="file to which all times are written as JSON")
+    given = parser.parse_args()
+    context = get_context("spawn")
+    shares = [context.Process(target=compile_share, args=(at, given.processes)) for at in range(given.processes)]
+    for share in shares:
+        share.start()
+    for share in shares:
+        share.join()
+    path: Path | None = given.figures
+    return path
 
 
 def packed_experts(count: int, shape: tuple[int, int], *, in_mxfp4: bool) -> Tensor:

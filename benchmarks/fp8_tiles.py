@@ -6,13 +6,11 @@ The linears of 8 B and 70 B (Llama). Beside each is torch's product with the mat
 compile first. Each result is compared with torch's: one that differs by more than 0.4 % of the norm is named.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -20,7 +18,7 @@ import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.fp8_experts import microseconds
+from benchmarks.fp8_experts import compile_first, microseconds
 from tinker_server.backends.formats.block_fp8 import BLOCK
 from tinker_server.backends.kernels import fp8
 from tinker_server.backends.kernels.fp8 import Tiles
@@ -85,31 +83,21 @@ def compile_share(number: int, of: int) -> None:
 
 def main() -> None:
     """Compile, time, and print a line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=10)
-    parser.add_argument("--figures", type=Path, help="file to which all times are written as JSON")
-    given = parser.parse_args()
-    context = get_context("spawn")
-    shares = [context.Process(target=compile_share, args=(at, given.processes)) for at in range(given.processes)]
-    for share in shares:
-        share.start()
-    for share in shares:
-        share.join()
+    path = compile_first(__doc__, compile_share)
     figures = []
     for (num_outputs, num_inputs), num_rows in product(SHAPES, ROWS):
         case, name = Product(num_rows, num_outputs, num_inputs), f"{num_outputs} x {num_inputs}, {num_rows} rows"
-        for tiles in (None, *candidates(num_rows, num_outputs, num_inputs)):
+        tried = [*candidates(num_rows, num_outputs, num_inputs)]
+        for tiles in (None, *tried):
             if not (difference := case.difference(tiles)) < LARGEST_DIFFERENCE:
                 print(f"{name}: {tiles or 'in use'} differ by {difference:.2g}", flush=True)
         whole, ours = microseconds(case.in_bfloat16), microseconds(partial(case.run, None))
-        times = [
-            (microseconds(partial(case.run, tiles)), tiles) for tiles in candidates(num_rows, num_outputs, num_inputs)
-        ]
+        times = [(microseconds(partial(case.run, tiles)), tiles) for tiles in tried]
         best, tiles = min(times, key=lambda timed: timed[0])
         print(f"{name}: bfloat16 {whole:.0f}, in use {ours:.0f}, best {best:.0f} us ({tiles})", flush=True)
         figures.append({"case": name, "bfloat16": whole, "ours": ours, "all": [(us, vars(of)) for us, of in times]})
-        if given.figures:
-            given.figures.write_text(json.dumps(figures))
+        if path is not None:
+            path.write_text(json.dumps(figures))
         del case
 
 

@@ -6,13 +6,11 @@ The linears of a model of 4 B at rank 32, with four adapters in four slots and w
 so that no cache holds them, in one CUDA graph. Several processes compile first.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.fp8_experts import microseconds
+from benchmarks.fp8_experts import compile_first, microseconds
 from tinker_server.backends.sampler.engine.vllm_patches.lora_tiles import Tiles, choose_tiles
 
 LINEARS = {
@@ -99,16 +97,7 @@ def compile_share(number: int, of: int) -> None:
 
 def main() -> None:
     """Compile, time, and print a line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=10)
-    parser.add_argument("--figures", type=Path, help="file to which all times are written as JSON")
-    given = parser.parse_args()
-    context = get_context("spawn")
-    shares = [context.Process(target=compile_share, args=(at, given.processes)) for at in range(given.processes)]
-    for share in shares:
-        share.start()
-    for share in shares:
-        share.join()
+    path = compile_first(__doc__, compile_share)
     from vllm.lora.ops.triton_ops.utils import get_lora_op_configs
 
     figures = []
@@ -121,8 +110,8 @@ def main() -> None:
             name = f"{num_tokens} tokens, {num_adapters} adapters, {linear}, {op}"
             print(f"{name}: vLLM's {theirs:.1f}, ours {ours:.1f}, best {best:.1f} us ({tiles})", flush=True)
             figures.append({"case": name, "vLLM's": theirs, "ours": ours, "all": times})
-        if given.figures:
-            given.figures.write_text(json.dumps(figures))
+        if path is not None:
+            path.write_text(json.dumps(figures))
         del kernels
         torch.cuda.empty_cache()
 
