@@ -12,7 +12,7 @@ import pytest
 from tests.engines import fork_sampler
 from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.config import BackendConfig
-from tinker_server.backends.configure import create
+from tinker_server.backends.configure import create, placement
 from tinker_server.backends.configure.create import LocalBackend
 from tinker_server.backends.configure.describe import describe_models
 from tinker_server.backends.configure.memory_plan import Machine
@@ -37,6 +37,8 @@ async def test_several_models_load_side_by_side_with_a_line_each(
     tiny_vl: Path, tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(create, "launch_sampler", fork_sampler)
+    # What other tests take just then would decide how many slots there are.
+    monkeypatch.setattr(placement, "free_main_bytes", lambda: 16 << 30)
     backend = LocalBackend(config(tmp_path, seeing=tiny_vl, blind=tiny_text, alias=tiny_text))
     caplog.set_level(logging.INFO, "tinker_server.backends.configure.create")
     await backend.start()
