@@ -74,10 +74,14 @@ _ENGINE = ("vllm.v1.engine.core", "tinker_server.backends.sampler.engine.vllm_pa
 FORKED: dict[str, Sequence[str]] = {_RANK: (), _SAMPLER: _ENGINE, _HOLDER: ()}
 """Modules that are imported once for all processes that run them, with what these need later; the others import for
 themselves."""
+_COMPILER = ("torch._inductor.compile_fx",)
+"""What ranks on CUDA need beside it, since they compile: torch imports it when it first does."""
 NO_DESCRIPTORS = MappingProxyType[str, int]({})
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of collectives, with what stands before its whole name."""
 _CARDS = "CUDA_VISIBLE_DEVICES"
+_ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Libraries that ask for GPUs while they are imported begin no CUDA then, so that processes can be forks."""
 _SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address."""
 _VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -147,9 +151,15 @@ async def _start_module(
     # An engine with ranks on several GPUs has not run as a fork.
     is_divided = module == _SAMPLER and "," in own.get(_CARDS, "")
     if module in FORKED and not is_divided and can_fork():
-        return await fork(name, (module, *FORKED[module]), env, number, fds)
+        return await fork(name, modules_before(module, own), env, number, fds)
     env |= {variable: str(fd) for variable, fd in fds.items()}
     return await Guarded.start(name, [sys.executable, "-m", module, str(number)], env, [number, *fds.values()])
+
+
+def modules_before(module: str, own: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what is imported before processes with these variables are forked, the module that they run first."""
+    compiler = _COMPILER if module == _RANK and _ASKS_NVML in own else ()
+    return (module, *FORKED[module], *compiler)
 
 
 def read_environment() -> dict[str, str | None]:
@@ -346,8 +356,7 @@ def _for_device(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
     caches = {variable: path for variable, path in named.items() if variable not in os.environ}
     env = caches | _SHARING_CORES
     if spec.device == "cuda":
-        # Libraries that ask for GPUs while they are imported begin no CUDA then, so that processes can be forks.
-        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        env[_ASKS_NVML] = "1"
         env |= {_CARDS: ",".join(gpu_names(gpus))} if gpus else {}
     return env
 

@@ -25,6 +25,6 @@ def test_libraries_of_a_process_begin_no_cuda_while_they_are_imported(module: st
     spec = dataclasses.replace(tiny_spec(tmp_path), device="cuda")
     env = launcher._for_vllm(spec, (0,)) if "engine" in module else launcher._for_device(spec, (0,))
     program = "import sys; from tinker_server.backends.processes.forking import *; print(reason_against(*sys.argv[1:]))"
-    command = [sys.executable, "-c", program, module, *launcher.FORKED[module]]
+    command = [sys.executable, "-c", program, *launcher.modules_before(module, env)]
     found = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True)
     assert found.stdout.strip().splitlines()[-1] == "None", found.stdout + found.stderr

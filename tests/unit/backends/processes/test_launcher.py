@@ -192,6 +192,19 @@ def test_no_module_that_begins_cuda_is_imported_for_forks(module: str) -> None:
     assert not [name for name in imported if "flash_linear_attention" in name]
 
 
+def test_compilers_are_imported_before_ranks_on_cuda_alone_with_the_keys_of_their_caches() -> None:
+    on_cuda = launcher.modules_before(launcher._RANK, launcher._for_device(replace(tiny_spec(Path()), device="cuda"), ()))
+    on_cpu = launcher.modules_before(launcher._RANK, launcher._for_device(tiny_spec(Path()), ()))
+    assert set(on_cuda) - set(on_cpu) == set(launcher._COMPILER)
+    program = (
+        "import sys; from tinker_server.backends.processes.forking import reason_against\n"
+        "reason = reason_against(*sys.argv[1:]); from triton.runtime.cache import triton_key\n"
+        "print(reason, triton_key.cache_info().currsize)"
+    )
+    command = [sys.executable, "-c", program, *launcher._COMPILER]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None 1\n"
+
+
 @pytest.fixture
 def busy_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of engines and ranks, forks of a process that has imported the module of a busy child."""
