@@ -87,6 +87,7 @@ class FairAdmission:
             if sequence in queue.waiting:
                 queue.waiting.remove(sequence)
                 self._drop_if_empty(queue)
+                self._admit()  # what waited so that it gets a slot waits no more
             else:
                 self._leave(owner, adapter)
             raise

@@ -122,6 +122,17 @@ async def test_a_fifth_adapter_beside_four_busy_ones_gets_the_first_slot_that_is
     assert served <= 12  # each stream once at most: its slot's other sequences had to end
 
 
+async def test_a_sequence_that_ends_before_it_gets_a_slot_lets_in_what_waited_for_it(start: Start) -> None:
+    engine = start(max_sequences=8, max_adapters=1)
+    for name, owner, adapter in (("first", "a", "A"), ("other", "b", "B"), ("second", "a", "A")):
+        engine.submit(name, owner, adapter)
+        await settle()
+    assert engine.entered == ["first"]
+    engine.tasks["other"].cancel()
+    await settle()
+    assert engine.entered == ["first", "second"]
+
+
 async def test_the_old_snapshots_of_one_owner_do_not_keep_anothers_adapter_out(start: Start) -> None:
     engine = start(max_sequences=64, max_adapters=4)
     for i in range(40):
