@@ -83,7 +83,11 @@ class Grammars:
         child = await launch(
             self._name, "tinker_server.backends.sampler.engine.grammar_process", {"OMP_NUM_THREADS": "1"}
         )
-        await child.call(StartGrammars(info.serialize_json(), COMPILE_S))
+        try:
+            await child.call(StartGrammars(info.serialize_json(), COMPILE_S))
+        except BaseException:  # such as the end of the chat that asked
+            await child.stop(grace_s=0)
+            raise
         return child
 
 

@@ -1,6 +1,12 @@
-"""Sequences whose grammar takes too long in a step of the engine."""
+"""Grammars of an engine's sequences: steps that take too long, and the process that tries them."""
 
+import asyncio
+from types import SimpleNamespace
+
+import psutil
 import pytest
+import xgrammar
+from vllm.sampling_params import StructuredOutputsParams
 
 from tinker_server.backends.sampler.engine import grammars
 
@@ -48,3 +54,20 @@ def test_a_sequence_ends_too_where_many_steps_of_its_grammar_take_a_little_long(
         num_tokens += 1
         clock.now += 3  # another's step
     assert 90 < num_tokens < 110  # each takes 0.02 s, of which 0.01 s is usual
+
+
+async def test_a_chat_that_ends_while_the_process_starts_leaves_no_process(monkeypatch):
+    words = xgrammar.TokenizerInfo(["a", "b", "</s>"], stop_token_ids=[2])
+    of_tokenizer = SimpleNamespace(from_huggingface=lambda *_, **__: words)
+    monkeypatch.setattr(grammars, "xgrammar", SimpleNamespace(TokenizerInfo=of_tokenizer))
+    here, tried = psutil.Process(), grammars.Grammars("m", None, 3)
+    before = set(here.children(recursive=True))
+    chat = asyncio.create_task(tried.require_quick("somebody", StructuredOutputsParams(regex="a*")))
+    async with asyncio.timeout(20):
+        while not any("grammar_process" in " ".join(child.cmdline()) for child in here.children()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        chat.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await chat
+        while set(here.children(recursive=True)) - before:  # noqa: ASYNC110 - a guard beside it ends by itself
+            await asyncio.sleep(0.01)
