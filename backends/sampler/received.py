@@ -51,12 +51,13 @@ class ReceivedWeights:
         """Write the files of weights, which are there whole or not at all."""
         assert self._directory is not None
         partly = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=self._directory))
-        for name, content in files.items():
-            with (partly / name).open("wb") as file:
-                file.write(content)
         try:
-            partly.rename(self._directory / _name(weights))
-        except OSError:  # another engine was sent them too
+            for name, content in files.items():
+                with (partly / name).open("wb") as file:
+                    file.write(content)
+            with contextlib.suppress(OSError):  # another engine was sent them too
+                partly.rename(self._directory / _name(weights))
+        finally:
             shutil.rmtree(partly, ignore_errors=True)
         held = sorted(self._versions(), key=_last_use_ns)
         for oldest in held[: max(0, len(held) - MAX_RECEIVED)]:

@@ -1,6 +1,7 @@
 """Weights that an engine on another machine was sent."""
 
 from pathlib import Path
+from pickle import PickleBuffer
 
 import pytest
 
@@ -47,6 +48,13 @@ def test_the_least_recently_used_weights_leave(tmp_path: Path, monkeypatch: pyte
         there.require(second)
     assert there.require(first).exists() and there.require(third).exists()
     assert len(list((tmp_path / "received").iterdir())) == 2
+
+
+def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
+    there = ReceivedWeights(tmp_path / "received")
+    with pytest.raises(FileNotFoundError):
+        there.receive(Path("/weights/1"), {"a": PickleBuffer(b"x" * 1000), "no/b": PickleBuffer(b"x")})
+    assert not list((tmp_path / "received").iterdir())
 
 
 def test_all_engines_of_a_machine_find_weights_that_one_was_sent(tmp_path: Path) -> None:
