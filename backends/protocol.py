@@ -349,6 +349,8 @@ class ChatTask:
     """As in SamplingTask."""
     kept_bytes: int = 0
     """Largest size of a prompt with its continuations that is returned for people to read; 0: none is."""
+    num_sequences: int = 1
+    """Number of sequences that the engine samples: choices of each prompt."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class Request(Suspect):
     num_tokens: int = 0
     """Tokens that it is expected to take."""
     num_samples: int = 1
+    is_part: bool = False
+    """True for some of a prompt's samples, which go where most sequences have room."""
     deaths: int = 0
     """Number of engines that died while they worked on it."""
     has_begun: bool = False
@@ -100,13 +102,18 @@ class EngineClient:
         await self.supervisor.start(on_loading)
 
     @property
+    def num_samples(self) -> int:
+        """Return the samples of its requests."""
+        return sum(request.num_samples for request in self.requests)
+
+    @property
     def is_open(self) -> bool:
         """Return whether it lives and takes requests that are no suspects."""
         return self.supervisor.is_alive and not self.isolation.has_suspects
 
     async def wait_until_open(self) -> None:
-        """Wait until it is open; a dead engine is started again."""
-        while not self.is_open:
+        """Wait until it is open, or gone; a dead engine is started again."""
+        while not self.is_open and not self.is_gone:
             await self.supervisor.running()
             await self.isolation.wait_until_clear()
 

@@ -138,11 +138,16 @@ class SamplerPool:
         pieces = task_pieces(task) if self._is_several else []
         parts = [task] if task.num_samples == 1 else self._parts(task)
         asked = [
-            Request(task.owner, num_tokens=task_tokens(part, pieces), num_samples=part.num_samples) for part in parts
+            Request(
+                task.owner,
+                num_tokens=task_tokens(part, pieces),
+                num_samples=part.num_samples,
+                is_part=len(parts) > 1,
+            )
+            for part in parts
         ]
         if len(parts) == 1:
             return await self._run(asked[0], Sample(task), pieces)
-        # Parts go where the least work is, whoever has the prompt in its cache.
         answers = await tasks.gather(
             self._run(request, Sample(part), ()) for request, part in zip(asked, parts, strict=True)
         )
@@ -152,7 +157,8 @@ class SamplerPool:
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
         """Implement the protocol."""
         pieces = chat_pieces(task) if self._is_several else []
-        return await self._run(Request(task.owner, num_tokens=chat_tokens(pieces)), Chat(task), pieces, emit)
+        request = Request(task.owner, num_tokens=chat_tokens(task, pieces), num_samples=task.num_sequences)
+        return await self._run(request, Chat(task), pieces, emit)
 
     async def publish(self, weights: Path, owner: str) -> None:
         """Implement the protocol. A first engine computes with them alone: weights that end engines must not end all
@@ -189,7 +195,7 @@ class SamplerPool:
         """Divide a task whose samples no engine has room for, while several have room for some: by their rooms, and
         what is left over evenly. The first part scores the prompt."""
         most, count = self._spec.max_concurrent_samples, task.num_samples
-        taken = [sum(request.num_samples for request in engine.requests) for engine in self.engines if engine.is_open]
+        taken = [engine.num_samples for engine in self.engines if engine.is_open]
         rooms = sorted((most - number for number in taken if number < most), reverse=True)
         if len(rooms) < 2 or count <= rooms[0]:
             return [task]
@@ -261,9 +267,12 @@ class SamplerPool:
                     try:
                         return await engine.call(child, command, on_part)
                     except ChildDied:
-                        engine.isolation.note_crash(child)
+                        if not engine.is_gone:  # no request ended it
+                            engine.isolation.note_crash(child)
                         if request.has_begun:  # another answer would not begin as this one did
                             raise BackendFailed("the engine died while it answered; send the request again") from None
+                        if engine.is_gone:
+                            raise _Moves from None
                         request.deaths += 1
                         if request.deaths == 1 and self._is_several:
                             raise _Moves from None
@@ -300,6 +309,8 @@ class SamplerPool:
         if request.deaths:
             owner = request.owner
             found = [engine for engine in found if any(a.deaths and a.owner == owner for a in engine.requests)] or found
+        if request.is_part:  # whoever has the prompt in its cache
+            return min(found, key=lambda engine: (engine.num_samples, engine.waiting_tokens))
         by_number = {engine.number: engine for engine in found}
         waiting = {number: engine.waiting_tokens for number, engine in by_number.items()}
         return by_number[self._routes.choose(pieces, waiting)]

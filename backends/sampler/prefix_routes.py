@@ -108,9 +108,9 @@ def _messages(instructions: list[object], messages: object) -> list[object]:
     return [[instructions, *rest[:1]], *rest[1:]]
 
 
-def chat_tokens(pieces: Sequence[Piece]) -> int:
-    """Return the tokens that an engine is expected to compute for a chat."""
-    return sum(piece.num_tokens for piece in pieces) + _LONGEST_ANSWER_TOKENS
+def chat_tokens(task: ChatTask, pieces: Sequence[Piece]) -> int:
+    """Return the tokens that an engine is expected to compute for a chat, prompt and answers."""
+    return sum(piece.num_tokens for piece in pieces) + task.num_sequences * _LONGEST_ANSWER_TOKENS
 
 
 def _chain(owner: str, weights: Path | None, parts: Iterator[tuple[object, int]]) -> list[Piece]:

@@ -100,6 +100,36 @@ async def test_a_prompt_with_more_samples_than_an_engine_has_room_for_goes_to_se
     assert [numbers(one) for one in await asyncio.gather(*before)] == [list(range(number)) for number in taken]
 
 
+def samples_on(pool: SamplerPool) -> list[int]:
+    return [engine.num_samples for engine in pool.engines]
+
+
+async def test_parts_go_to_the_engines_with_the_room_whatever_tokens_they_expect(small_pool: SamplerPool) -> None:
+    pool = small_pool
+    one = prompt(words(1).model_copy(update={"tokens": np.array([1, 5])}))
+    asked_before = [request(one, {"max_tokens": 1}, num_samples=4), *[request(one, {"max_tokens": 1000})] * 2]
+    before = [asyncio.create_task(sample(pool, other, None, f"owner {i}")) for i, other in enumerate(asked_before)]
+    await asyncio.sleep(0.1)
+    assert samples_on(pool) == [4, 1, 1]
+    asked = asyncio.create_task(draw(pool, 1, 6))
+    await asyncio.sleep(0.1)
+    assert samples_on(pool) == [4, 4, 4]
+    assert numbers(await asked) == list(range(6))
+    await asyncio.gather(*before)
+
+
+async def test_each_choice_of_a_chat_takes_room_of_its_engine(small_pool: SamplerPool) -> None:
+    pool = small_pool
+    task = ChatTask("messages", {"first": None}, None, "good", num_sequences=4)
+    chat = asyncio.create_task(pool.chat(task, lambda _: None))
+    await asyncio.sleep(0.05)
+    assert samples_on(pool) == [4, 0, 0]
+    asked = asyncio.create_task(draw(pool, 1, 5))
+    await asyncio.sleep(0.05)
+    assert samples_on(pool) == [4, 4, 1]
+    await asyncio.gather(chat, asked)
+
+
 async def test_parts_of_a_prompt_whose_engine_dies_run_elsewhere_and_a_deadly_one_fails_alone(
     small_pool: SamplerPool,
 ) -> None:
@@ -399,6 +429,38 @@ async def test_an_attached_engine_takes_requests_and_those_move_when_it_is_detac
     await opened(again)
     use = await pool.engine_use()
     assert use is None or 3 not in use.engines
+
+
+async def test_an_engine_that_leaves_convicts_nothing_that_was_tried_there_alone(pool: SamplerPool) -> None:
+    engine = attached(pool)
+    await opened(engine)
+    for other in pool.engines[:3]:
+        other.isolation.isolate([Suspect()], 1)
+    asked = asyncio.create_task(ask(pool, 1))
+    await asyncio.sleep(0.3)
+    [request] = engine.requests
+    engine.isolation.isolate([request], 1)
+    request.deaths = 2
+    for other in pool.engines[:3]:
+        other.isolation = CrashIsolation(is_exclusive=True)
+    await pool.detach(engine)
+    assert await asked == 1
+    assert request.deaths == 2
+
+
+async def test_an_engine_that_leaves_while_requests_wait_for_it_is_not_started_again(pool: SamplerPool) -> None:
+    engine, suspects = attached(pool), [Suspect() for _ in range(4)]
+    await opened(engine)
+    for tried, suspect in zip(pool.engines, suspects, strict=True):
+        tried.isolation.isolate([suspect], 1)
+    asked = asyncio.create_task(ask(pool, 0))
+    await asyncio.sleep(0.1)
+    await pool.detach(engine)
+    engine.isolation.release(suspects[3])
+    await asyncio.sleep(1)
+    assert STARTS.count(3) == 1 and not asked.done()
+    pool.engines[0].isolation.release(suspects[0])
+    assert await asyncio.wait_for(asked, 8) == 0
 
 
 async def with_machine_of_two(pool: SamplerPool, tmp_path: Path) -> None:

@@ -193,7 +193,9 @@ def test_no_module_that_begins_cuda_is_imported_for_forks(module: str) -> None:
 
 
 def test_compilers_are_imported_before_ranks_on_cuda_alone_with_the_keys_of_their_caches() -> None:
-    on_cuda = launcher.modules_before(launcher._RANK, launcher._for_device(replace(tiny_spec(Path()), device="cuda"), ()))
+    on_cuda = launcher.modules_before(
+        launcher._RANK, launcher._for_device(replace(tiny_spec(Path()), device="cuda"), ())
+    )
     on_cpu = launcher.modules_before(launcher._RANK, launcher._for_device(tiny_spec(Path()), ()))
     assert set(on_cuda) - set(on_cpu) == set(launcher._COMPILER)
     program = (
