@@ -9,7 +9,7 @@ repeated step, decide alike.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -224,13 +224,24 @@ class Prefixes:
         if self._size(self.trie(datums, alone=alone)) <= max_tokens:
             yield list(datums)
             return
-        unit: list[int] = []
-        for datum in datums:
-            if unit and self._size(self.trie([*unit, datum], alone=alone)) > max_tokens:
-                yield unit
-                unit = []
-            unit.append(datum)
-        yield unit
+        left = list(datums)
+        while left:
+            count = count_fitting(left, lambda some: self._size(self.trie(some, alone=alone)) <= max_tokens)
+            yield left[: max(1, count)]
+            del left[: max(1, count)]
+
+
+def count_fitting(datums: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> int:
+    """Return how many of the first datums fit together, 0 if not even one does. That many have been tried, of few
+    numbers in all: to try them one by one would take minutes for thousands of datums."""
+    count, step, grows = 0, 1, True
+    while step:
+        if count + step <= len(datums) and fits(datums[: count + step]):
+            count += step
+        else:
+            grows = False
+        step = 2 * step if grows else step // 2
+    return count
 
 
 def count_common(first: np.ndarray, second: np.ndarray) -> int:

@@ -5,6 +5,7 @@ All ranks hold the same requests and choose the same microbatches of them (`choo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from tinker_server.backends.trainer.commands import NewRequest
 from tinker_server.backends.trainer.distributed import World, gather_objects
 from tinker_server.backends.trainer.lora.model import LoraModel
 from tinker_server.backends.trainer.model.packing import plan_steps
-from tinker_server.backends.trainer.model.shared_prefixes import Prefixes, Trie, identify
+from tinker_server.backends.trainer.model.shared_prefixes import Prefixes, Trie, count_fitting, identify
 from tinker_server.backends.trainer.step.losses import LOSSES, metrics
 from tinker_server.backends.trainer.step.validation import loss_config
 
@@ -106,12 +107,6 @@ class BatchRequest:
         if self._prefixes is not None:
             return self._prefixes.num_tokens(indices)
         return sum(self.lengths[index] for index in indices)
-
-    def num_tokens_with(self, index: int, indices: Sequence[int], num_tokens: int) -> int:
-        """Count the tokens of a datum together with `indices`, which have `num_tokens` by themselves."""
-        if self._prefixes is not None:
-            return self._prefixes.num_tokens([*indices, index])
-        return num_tokens + self.lengths[index]
 
     def trie(self, indices: Sequence[int]) -> Trie | None:
         """Return the segments that are computed for some datums in one microbatch; None: each datum is computed."""
@@ -219,7 +214,7 @@ def plan_batch(batch: CheckedBatch, side_by_side: int, max_tokens: int, longest:
     return [[sorted(index for unit in part for index in units[unit][0]) for part in step] for step in plan]
 
 
-def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max_tokens: int) -> list[Members]:
+def choose_microbatches(requests: Sequence[BatchRequest], max_tokens: int) -> list[Members]:
     """Choose each rank's next microbatch: what the first request has planned, and as far as there is room what the
     others have left, in their order."""
     first = requests[0]
@@ -228,16 +223,39 @@ def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max
     for other in requests[1:]:
         if first.exclusive or other.exclusive or other.backward != first.backward:
             continue
-        own = [0] * side_by_side
-        for index in other.left:
-            rank = min(range(side_by_side), key=used.__getitem__)
-            summed = sum(one.model.config.rank for one in {**chosen[rank], other: []})
-            with_it = other.num_tokens_with(index, chosen[rank].get(other, ()), own[rank])
-            if used[rank] - own[rank] + with_it <= max_tokens and summed <= MAX_SUMMED_RANK:
-                chosen[rank].setdefault(other, []).append(index)
-                used[rank] += with_it - own[rank]
-                own[rank] = with_it
+        _fill(chosen, used, other, max_tokens)
     return chosen
+
+
+def _fill(chosen: Sequence[Members], used: list[int], other: BatchRequest, max_tokens: int) -> None:
+    """Add to the ranks' microbatches, which have `used` tokens, what fits of another request, evenly."""
+    left = other.left
+    ranks = [
+        rank
+        for rank, members in enumerate(chosen)
+        if sum(member.model.config.rank for member in {**members, other: []}) <= MAX_SUMMED_RANK
+    ]
+    while left and ranks:
+        rank = min(ranks, key=used.__getitem__)
+        level = _level([used[one] for one in ranks], other.num_tokens(left))
+        room = min(max_tokens - used[rank], max(level - used[rank], other.num_tokens(left[:1])))
+        count = count_fitting(left, partial(_has_room, other, room))
+        if count:
+            chosen[rank][other] = left[:count]
+            used[rank] += other.num_tokens(left[:count])
+        left = left[count:]
+        ranks.remove(rank)
+
+
+def _has_room(request: BatchRequest, room: int, indices: Sequence[int]) -> bool:
+    return request.num_tokens(indices) <= room
+
+
+def _level(used: Sequence[int], num_tokens: int) -> int:
+    """Return the tokens that each of the ranks with the fewest has once they have taken so many more, as evenly as
+    they can."""
+    ordered = sorted(used)
+    return min(-(-(sum(ordered[:count]) + num_tokens) // count) for count in range(1, len(ordered) + 1))
 
 
 def targets(datum: Datum) -> np.ndarray:

@@ -4,6 +4,7 @@ other."""
 from itertools import combinations, pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,18 @@ def test_units_have_every_datum_once_and_keep_the_budget(seed: int, most: int, s
     assert sorted(datum for unit, _ in units for datum in unit) == list(range(len(datums)))
     assert all(prefixes.num_tokens(unit) == num_tokens for unit, num_tokens in units)
     assert all(len(unit) == 1 or num_tokens <= most for unit, num_tokens in units)
+
+
+def test_units_of_a_thousand_datums_take_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = Prefixes([np.concatenate([text(200, 0), text(10, seed)]) for seed in range(1, 1001)])
+    tries = list[int]()
+    trie = Prefixes.trie
+    monkeypatch.setattr(
+        Prefixes, "trie", lambda self, some, **given: tries.append(len(some)) or trie(self, some, **given)
+    )
+    units = prefixes.units(1000)
+    assert {len(unit) for unit, _ in units} == {80, 40}
+    assert sum(tries) < 20 * 1000
 
 
 @settings(max_examples=30, deadline=None)
