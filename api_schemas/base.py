@@ -39,8 +39,9 @@ SLICE = 1 << 16
 class Request(BaseModel):
     """A request of a client. It is frozen, and an unknown field is an error.
 
-    A null stands for an absent field. Values that some database cannot store are refused with every database: NUL,
-    halves of surrogate pairs, integers beyond 64 bits, NaN, infinities.
+    A null stands for an absent field, but not for one that must be a number: the SDK sends NaN and infinities as null,
+    and a default in their place would give wrong numbers. Values that some database cannot store are refused with every
+    database: NUL, halves of surrogate pairs, integers beyond 64 bits, NaN, infinities.
     """
 
     model_config = ConfigDict(
@@ -57,7 +58,8 @@ class Request(BaseModel):
     def _null_is_absent(cls, data: object) -> object:
         data = _few_entries(data, MAX_FIELDS)
         if isinstance(data, dict) and any(value is None for value in data.values()):
-            return {key: value for key, value in data.items() if value is not None}
+            numbers = {name for name, field in cls.model_fields.items() if field.annotation is float}
+            return {key: value for key, value in data.items() if value is not None or key in numbers}
         return data
 
     @field_validator("*")

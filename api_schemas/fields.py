@@ -13,6 +13,9 @@ def _number_validator(kind: str) -> BeforeValidator:
     """Refuse values that pydantic would convert to a number: "2", true."""
 
     def check(value: object) -> object:
+        if value is None:
+            text = "must be {kind}: null is what the SDK sends for NaN and infinities; leave it out for the default"
+            raise PydanticCustomError("no_number", text, {"kind": kind})
         if isinstance(value, bool | str):
             raise PydanticCustomError("no_number", "must be {kind}", {"kind": kind})
         return value

@@ -86,6 +86,15 @@ def test_the_sdk_raises_a_failed_operation_with_its_category(client: tinker.Serv
         ).result()
 
 
+def test_a_number_that_is_not_finite_is_refused_and_not_replaced_by_its_default(client: tinker.ServiceClient) -> None:
+    """The SDK sends null for it."""
+    training = client.create_lora_training_client("tiny", rank=8).result()
+    with pytest.raises(
+        tinker.APIStatusError, match="learning_rate: must be a number: null is what the SDK sends for NaN"
+    ):
+        training.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+
+
 def test_a_repeated_session_request_makes_one_session(server: Running) -> None:
     key = {"x-idempotency-key": str(uuid.uuid4())}
     first, second = (server.http.post("/create_session", json={}, headers=key).json() for _ in range(2))

@@ -95,6 +95,21 @@ def test_a_field_is_refused_for_what_a_walk_through_its_value_finds(value: objec
     assert problem == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        *((AdamParams, field) for field in AdamParams.model_fields),
+        (SamplingParams, "temperature"),
+        (SamplingParams, "top_p"),
+    ],
+)
+def test_null_is_refused_where_it_must_stand_for_a_number_that_is_not_finite(model: type[Request], field: str) -> None:
+    """A default in its place would be another learning rate, or no clipping."""
+    with pytest.raises(ValidationError, match="must be a number: null is what the SDK sends for NaN") as caught:
+        model.model_validate({field: None})
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
 LONG = "x" * (MAX_TEXT + 1)
 
 
