@@ -194,6 +194,25 @@ def test_missing_weights_are_named_and_no_backup_is_left(tmp_path: Path) -> None
     assert [one.name for one in tmp_path.iterdir()] == ["data"]
 
 
+def test_weights_that_were_sampled_from_and_then_deleted_are_not_missing(tmp_path: Path) -> None:
+    """The sampling session stays, and names their directory."""
+    server = Running(tmp_path / "data")
+    try:
+        model_id = server.model()
+        saving = server.post("/save_weights_for_sampler", model_id=model_id, seq_id=1, path="passing")
+        path = server.result(saving).json()["path"]
+        session_id = server.session()
+        opened = server.post(
+            "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, model_path=path
+        )
+        assert opened.status_code == 200, opened.text
+        server.http.delete(f"/training_runs/{model_id}/checkpoints/{path.partition(f'{model_id}/')[2]}")
+        assert not [*(tmp_path / "data").glob("checkpoints/*/*/passing~*")]
+        asyncio.run(back_up(server.settings, tmp_path / "backup"))
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize("name", ["a?b=c", "run%41", "half#way"])
 def test_a_data_directory_of_any_name_has_its_own_database(name: str, tmp_path: Path) -> None:
     """Where a URL's text has a meaning for them, too."""

@@ -19,7 +19,8 @@ FILES = {"sqlite": "tinker-server.db", "postgresql": "database.dump"}
 REFERENCES = (
     "SELECT directory FROM checkpoints",
     "SELECT snapshot FROM training_runs WHERE snapshot IS NOT NULL",
-    "SELECT directory FROM sampling_sessions WHERE directory IS NOT NULL AND weights_deleted_at IS NULL",
+    "SELECT directory FROM sampling_sessions"
+    " WHERE directory IS NOT NULL AND model_path IS NULL AND weights_deleted_at IS NULL",
 )
 """Queries for the directories of weights that rows own, relative to the data directory."""
 

@@ -13,7 +13,7 @@ async def bases_of_own_layout(session: AsyncSession) -> OwnLayout:
     found: dict[str, set[str]] = {"train_mlp": set(), "train_attn": set()}
     run, sampler = TrainingRunRow, SamplingSessionRow
     has_weights = (sampler.session_id == run.session_id) & (sampler.base_model == run.base_model)
-    has_weights &= sampler.directory.is_not(None) & sampler.weights_deleted_at.is_(None)
+    has_weights &= sampler.directory.is_not(None) & sampler.model_path.is_(None) & sampler.weights_deleted_at.is_(None)
     is_of_use = or_(run.status != "lost", exists().where(has_weights))
     for row, is_there in ((run, is_of_use), (CheckpointRow, true())):
         trainable = type_coerce(row.trainable, JSON)

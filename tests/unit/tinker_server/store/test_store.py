@@ -444,6 +444,9 @@ async def test_bases_are_known_whose_runs_or_weights_have_the_own_layout(db: Dat
         directory="weights",
         created_at=1.0,
     )
+    deleted = replace(unnamed, sampling_session_id=f"{session_id}:sample:1", model_path="tinker://deleted/weights/1")
+    await SamplerStore(db).create(deleted)
+    assert await own_layout() == OwnLayout({"own", "no attention"}, {"own", "no experts"})
     await SamplerStore(db).create(unnamed)
     assert await own_layout() == OwnLayout({"own", "no attention", "ended"}, {"own", "no experts", "ended"})
     await db.change(lambda session: session.execute(text("UPDATE sampling_sessions SET weights_deleted_at = 1")))
