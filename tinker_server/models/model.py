@@ -10,7 +10,6 @@ stored: what it holds is never run again on it.
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
@@ -125,12 +124,10 @@ class Model:
         """The trainer's latest handle."""
         self._is_whole = False
         """True once it was made or restored to the end, in a trainer that may have died since."""
-        self._worked_since_s: float | None = None
-        """Time since which the model is at hand for the running operation; None: not yet."""
+        self._worked_before_s: float | None = None
+        """What the trainer had worked for the model before the running operation; None: that has not begun."""
         self._writing: asyncio.Task[bool] | None = None
         """Writes and records a snapshot; its value is whether it was recorded."""
-        self._copying_s = math.inf
-        """Shortest time in which a snapshot was copied: in longer times it waited for the trainer."""
 
     @property
     def is_active(self) -> bool:
@@ -165,7 +162,7 @@ class Model:
             await self._restore(run, trainer)
         assert self.run is not None and self._trainer is not None, "a model in memory has a run and a trainer"
         self._stores.storage.lease.require()
-        self._worked_since_s = time.monotonic()
+        self._worked_before_s = self.handle.worked_s
         is_as_made = self.run.trainable.layout == self.handle.layout
         return self.run if is_as_made else self._as_loaded(self.run), self._trainer, self.handle
 
@@ -231,13 +228,18 @@ class Model:
 
     async def takes_place_in_log(self, operation: Operation, failure_category: str | None) -> bool:
         """Return whether an operation that has just ended belongs into the log, and count it there."""
-        since_s, self._worked_since_s = self._worked_since_s, None
+        before_s, self._worked_before_s = self._worked_before_s, None
         if operation.operation_kind not in LOGGED or await self._is_gone():
             return False
         if operation.operation_kind == "load_weights":
             # The weights it read may be deleted at any time, so a snapshot takes its place.
-            return failure_category is None and not await self._take_and_record()
-        took_s = 0 if since_s is None or failure_category is not None else time.monotonic() - since_s
+            if failure_category is not None or await self._take_and_record():
+                return False
+            self.log.add(operation.size_bytes, 0)
+            self.log.must_end = True
+            return True
+        # Not what it waited for others: a log that is run again goes before them.
+        took_s = 0 if before_s is None or failure_category is not None else self.handle.worked_s - before_s
         self.log.add(operation.size_bytes, took_s)
         self.log.must_end |= failure_category == "server"
         return True
@@ -326,6 +328,7 @@ class Model:
     async def _after_replayed(self, replayed: Replayed) -> None:
         """Take a snapshot where an interruption would cost too much, whatever the operation was."""
         self.log.add(replayed.size_bytes, replayed.seconds)
+        self.log.must_end |= replayed.needs_weights
         is_long = self.log.seconds > self._stores.snapshots.limits.interrupted_s
         if is_long and time.monotonic() > self.log.not_before and not self.is_writing:
             await self._take_snapshot(replayed.position)
@@ -339,35 +342,42 @@ class Model:
     async def _take_snapshot(self, position: int) -> None:
         """Copy the model, which holds its log up to this position, and have the copy written and recorded."""
         before, self.log = self.log, Log()
+        storage, unless_begun = self._stores.storage, contextlib.ExitStack()
         try:
-            run = await self._find()
-            directory = await self._stores.storage.reserve(self.id, "snapshots", "model")
-            began = time.monotonic()
-            snapshot = Snapshot(directory, position, self._as_loaded(run).trainable)
-            written = await self._trainer_of(run).snapshot(self.handle, self._stores.storage.path(directory))
-            self._copying_s = min(self._copying_s, time.monotonic() - began)
-            self._stores.snapshots.spend(self._copying_s / COPYING_PART)
+            with unless_begun:
+                run = await self._find()
+                directory = await storage.reserve(self.id, "snapshots", "model")
+                unless_begun.enter_context(storage.kept(directory))
+                snapshot = Snapshot(directory, position, self._as_loaded(run).trainable)
+                worked_before_s = self.handle.worked_s
+                written = await self._trainer_of(run).snapshot(self.handle, storage.path(directory))
+                self._stores.snapshots.spend((self.handle.worked_s - worked_before_s) / COPYING_PART)
+                kept = unless_begun.pop_all()
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
             self._put_back(before, error)
             return
-        record = self._record(snapshot, before, written)
+        record = self._record(snapshot, before, written, kept)
         self._writing = asyncio.create_task(record, name=f"snapshot of {self.id}")
 
-    async def _record(self, snapshot: Snapshot, before: Log, written: Awaitable[None]) -> bool:
+    async def _record(
+        self, snapshot: Snapshot, before: Log, written: Awaitable[None], kept: contextlib.ExitStack
+    ) -> bool:
+        """Return whether the snapshot was written and recorded. Until a row has its directory, `kept` does."""
         stores, began = self._stores, time.monotonic()
-        try:
-            await written
-            stores.snapshots.spend((time.monotonic() - began) / WRITING_PART)
-            await stores.futures.queue.flush()
-            if stores.futures.queue.has_unstored(self.id, snapshot.position):
-                return False  # the server stops while the database takes nothing
-            run = await self._find()
-            numerics = dict(stores.bases.base(run.base_model).info.numerics)
-            await stores.runs.set_snapshot(self.id, snapshot, numerics)
-            await self._find()
-        except Exception as error:  # noqa: BLE001 - likewise
-            self._put_back(before, error)
-            return False
+        with kept:
+            try:
+                await written
+                stores.snapshots.spend((time.monotonic() - began) / WRITING_PART)
+                await stores.futures.queue.flush()
+                if stores.futures.queue.has_unstored(self.id, snapshot.position):
+                    return False  # the server stops while the database takes nothing
+                run = await self._find()
+                numerics = dict(stores.bases.base(run.base_model).info.numerics)
+                await stores.runs.set_snapshot(self.id, snapshot, numerics)
+                await self._find()
+            except Exception as error:  # noqa: BLE001 - likewise
+                self._put_back(before, error)
+                return False
         stores.snapshots.num_taken += 1
         if run.snapshot is not None:
             with contextlib.suppress(OSError):  # it is listed as unreferenced, and deleted later

@@ -12,6 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from tinker_server.api_schemas.training import AdamParams, OptimStepRequest
 from tinker_server.api_schemas.weights import LoadWeightsRequest
 from tinker_server.backends.protocol import EncodedBatch, InvalidInput, LoadedModel, Trainer
@@ -34,6 +36,8 @@ class Replayed:
     size_bytes: int
     """Bytes of its request; 0 where the request is not needed again."""
     seconds: float
+    needs_weights: bool
+    """True if it reads saved weights, which may be deleted."""
 
 
 OnReplayed = Callable[[Replayed], Awaitable[None]]
@@ -63,7 +67,8 @@ class LogReplay:
         async for entry in self._futures.read_log(model.model_id):
             began = time.monotonic()
             size_bytes = await self._run_entry(entry, trainer, model)
-            await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began))
+            needs_weights = entry.operation_kind == "load_weights"
+            await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began, needs_weights))
             count += 1
         log.info("restored model %s: replayed %d operations", model.model_id, count)
 
@@ -84,7 +89,7 @@ class LogReplay:
                     await self._load_weights(LoadWeightsRequest.model_validate_json(body), trainer, model)
                 case kind:
                     raise AssertionError(f"{kind} is not logged")
-        except InvalidInput as error:
+        except (InvalidInput, ValidationError) as error:
             raise LostModel(
                 f"model {model.model_id} cannot be restored: its {entry.operation_kind} {entry.seq_id} fails now, and"
                 f" did not when it was first run ({error}); create it again from a checkpoint"

@@ -10,6 +10,7 @@ removes the row releases it. So whatever a crash interrupts, the next server kno
 
 import asyncio
 import contextlib
+import glob
 import logging
 import math
 import os
@@ -18,10 +19,10 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import ColumnElement, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.backends.files import flush, make_directory, write_aside
@@ -84,14 +85,21 @@ class Storage:
     async def writing(self, run_id: str, kind: str, name: str) -> AsyncIterator[str]:
         """Reserve a directory, which a row must reference when the block ends. It is deleted if the block raises."""
         directory = await self.reserve(run_id, kind, name)
+        with self.kept(directory):
+            try:
+                yield directory
+            except DatabaseUnavailable:
+                raise  # a row may reference it all the same; if none does, it is listed as unreferenced
+            except BaseException:
+                await self.delete(directory)
+                raise
+
+    @contextmanager
+    def kept(self, directory: str) -> Iterator[None]:
+        """Keep a directory that no row references yet from being deleted as unreferenced."""
         self._writing.add(directory)
         try:
-            yield directory
-        except DatabaseUnavailable:
-            raise  # a row may reference it all the same; if none does, it is listed as unreferenced
-        except BaseException:
-            await self.delete(directory)
-            raise
+            yield
         finally:
             self._writing.discard(directory)
 
@@ -121,19 +129,21 @@ class Storage:
 
     async def delete_unreferenced(self, until: float) -> None:
         """Delete the directories that no row has referenced since this time, in Unix seconds, and nobody is writing."""
-        old = UnreferencedDirectory.since <= until
-        async with self._db.write() as session:  # the next server's directories are not this server's to delete
-            directories = set(await session.scalars(select(UnreferencedDirectory.directory).where(old)))
-        if unreferenced := directories - self._writing:
+        if unreferenced := await self._unreferenced(UnreferencedDirectory.since <= until):
             log.info("deleting %d directories of weights that nothing refers to", len(unreferenced))
             await self.delete(*unreferenced)
 
     async def delete_unreferenced_in(self, folder: str, kept: Iterable[str]) -> None:
         """Delete the directories in a folder that no row references, apart from `kept`."""
         inside = UnreferencedDirectory.directory.startswith(folder, autoescape=True)
-        async with self._db.write() as session:
-            directories = set(await session.scalars(select(UnreferencedDirectory.directory).where(inside)))
-        await self.delete(*directories.difference(kept, self._writing))
+        await self.delete(*(await self._unreferenced(inside)).difference(kept))
+
+    async def _unreferenced(self, condition: ColumnElement[bool]) -> set[str]:
+        """Return the directories that no row references and nobody is writing."""
+        before = set(self._writing)  # what is recorded during the query may be in its answer, and is kept no longer
+        async with self._db.write() as session:  # the next server's directories are not this server's to delete
+            found = await session.scalars(select(UnreferencedDirectory.directory).where(condition))
+            return set(found) - before - self._writing
 
     async def delete_half_written(self) -> None:
         """Delete everything that an earlier server had begun to write. No server may be writing."""
@@ -200,7 +210,9 @@ def batches(directories: Iterable[str]) -> list[list[str]]:
 
 def _remove(paths: list[tuple[Path, Path]]) -> None:
     for directory, archive in paths:
-        shutil.rmtree(directory, ignore_errors=True)
+        # What a process that died in the middle of it has written is beside it.
+        for path in (directory, *directory.parent.glob(f".{glob.escape(directory.name)}.*")):
+            shutil.rmtree(path, ignore_errors=True)
         archive.unlink(missing_ok=True)
         _remove_empty(directory.parent, directory.parent.parent)
 

@@ -5,7 +5,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
-from tinker_server.backends.protocol import BackendFailed, LoadedModel
+from tinker_server.backends.protocol import BackendFailed, LoadedModel, ProcessDied
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.settings import Settings
 from tinker_server.store.checkpoints import parse_path
@@ -329,3 +329,54 @@ async def test_what_is_sent_to_an_unloaded_model_is_not_logged(tmp_path: Path) -
         await client.services.scheduler.drop(client.model_id)
         assert "create it again" in (await client.error(await client.forward_backward(1)))["error"]
         assert [entry async for entry in client.services.futures.read_log(client.model_id)] == []
+
+
+async def test_a_snapshot_that_is_not_recorded_yet_is_swept_by_nobody(tmp_path: Path) -> None:
+    """A slow disk or a long queue of other models' snapshots may take longer than unreferenced weights are kept."""
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        may_record, queue = asyncio.Event(), client.services.futures.queue
+        flush = queue.flush
+
+        async def flush_later() -> None:
+            await may_record.wait()
+            await flush()
+
+        queue.flush = flush_later  # type: ignore[method-assign]
+        model = client.services.scheduler.actor(client.model_id).model
+        await client.result(await client.optim_step(1))
+        model.log.must_end = True
+        await client.result(await client.optim_step(2))
+        await asyncio.sleep(0.1)
+        [written] = tmp_path.glob("checkpoints/*/snapshots/model~*")  # noqa: ASYNC240
+        await client.services.storage.delete_unreferenced(time.time() + 1)
+        may_record.set()
+        await model.settle()
+        assert written.is_dir() and (await client.services.runs.get(client.model_id)).snapshot == str(
+            written.relative_to(tmp_path)
+        )
+        await client.trainer.die()
+        last = await client.result(await client.optim_step(3))
+        assert not last.failed and json.loads(last.body)["metrics"]["step"] == 3
+
+
+async def test_what_a_trainer_had_written_of_a_snapshot_when_it_died_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(trainer: FakeTrainer, _: LoadedModel, directory: Path) -> Awaitable[None]:
+        partly = directory.with_name(f".{directory.name}.0123")  # as `write_aside` leaves it
+        partly.mkdir(parents=True)
+        (partly / "adapter_model.safetensors").write_bytes(b"x" * 1000)
+        await trainer.die()
+        raise ProcessDied("the trainer was killed")
+
+    monkeypatch.setattr(FakeTrainer, "snapshot", dies)
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        await client.result(await client.optim_step(1))
+        client.services.scheduler.actor(client.model_id).model.log.must_end = True
+        await client.result(await client.optim_step(2))
+        await asyncio.sleep(0.1)
+        [partly] = tmp_path.glob("checkpoints/*/snapshots/.model~*")  # noqa: ASYNC240
+        await client.services.storage.delete_unreferenced(time.time() + 1)
+        assert not partly.exists()

@@ -4,6 +4,7 @@ A crash of the server is a copy of its disk.
 """
 
 import asyncio
+import errno
 import json
 import shutil
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,8 @@ from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.api_schemas.training import AdamParams
 from tinker_server.backends.protocol import EncodedBatch, LoadedModel, ProcessDied
+from tinker_server.models import model as models
+from tinker_server.store.checkpoints import parse_path
 
 STEPS = 7
 """Steps of two parts and an optim_step each."""
@@ -172,20 +175,22 @@ async def test_new_work_of_others_waits_for_a_replay(tmp_path: Path) -> None:
         assert names.count("new") == 9 and "new" not in names[:last]
 
 
-@pytest.mark.parametrize("slow", ["nothing", "copying", "writing"])
+@pytest.mark.parametrize("slow", ["nothing", "waiting", "copying", "writing"])
 async def test_snapshots_are_taken_as_often_as_their_cost_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """Any work is worth the first. Half a second is worth another that takes no time, but no one, of another model
-    either, after one that took 0.4 s."""
+    """Any work is worth the first. Half a second is worth another that takes no time, or that only waited for the
+    trainer, but no one, of another model either, after one that took 0.4 s."""
     optim_step, snapshot = FakeTrainer.optim_step, FakeTrainer.snapshot
 
     async def long_step(trainer: FakeTrainer, model: LoadedModel, adam: AdamParams) -> object:
         await asyncio.sleep(0.5)
+        model.worked_s += 0.5
         return await optim_step(trainer, model, adam)
 
     async def slow_snapshot(trainer: FakeTrainer, model: LoadedModel, directory: Path) -> Awaitable[None]:
-        await asyncio.sleep(0.4 if slow == "copying" else 0)
+        await asyncio.sleep(0.1 if slow == "waiting" else 0)
+        model.worked_s += 0.4 if slow == "copying" else 0
         written = await snapshot(trainer, model, directory)
 
         async def write() -> None:
@@ -206,4 +211,52 @@ async def test_snapshots_are_taken_as_often_as_their_cost_allows(
                 await client.forward_backward(number, model_id=model_id)
                 await client.result(await client.optim_step(number + 1, model_id))
                 await asyncio.sleep(0.3)  # the snapshot is written meanwhile
-        assert (snapshots.num_taken > 1) == (slow == "nothing"), snapshots.num_taken
+        assert (snapshots.num_taken > 1) == (slow in ("nothing", "waiting")), snapshots.num_taken
+
+
+async def test_a_log_counts_the_trainers_work_and_not_what_its_operations_waited(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        model = client.services.scheduler.actor(client.model_id).model
+        client.trainer.gates["hold"].clear()
+        waiting = await client.forward_backward(1, "hold")
+        await asyncio.sleep(0.1)
+        model.handle.worked_s += 0.02
+        client.trainer.gates["hold"].set()
+        await client.result(waiting)
+        assert model.log.seconds == pytest.approx(0.02)
+
+
+async def test_a_load_whose_snapshot_failed_gets_one_at_the_next_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it depends on a checkpoint that may be deleted, after a death of the trainer too."""
+    monkeypatch.setattr(models, "RETRY_S", 0)
+    snapshot, is_full = FakeTrainer.snapshot, True
+
+    async def fails(trainer: FakeTrainer, model: LoadedModel, directory: Path) -> Awaitable[None]:
+        if is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return await snapshot(trainer, model, directory)
+
+    monkeypatch.setattr(FakeTrainer, "snapshot", fails)
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        await client.result(await client.optim_step(1))
+        path = json.loads((await client.result(await client.save(2, "kept"))).body)["path"]
+        await client.result(await client.load_as(1, path, optimizer=True))
+        loaded, counts = f"{client.session_id}:train:1", client.services.snapshots
+        await client.trainer.die()
+        assert not (await client.result(await client.optim_step(1, loaded))).failed  # after a replay
+        assert counts.num_taken == 0
+        is_full = False
+        await client.result(await client.optim_step(2, loaded))
+        async with asyncio.timeout(10):
+            while counts.num_taken == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        taken = await client.services.checkpoints.take(parse_path(path), client.owner)
+        assert taken is not None
+        await client.services.storage.delete(taken)
+        await client.trainer.die()
+        last = await client.result(await client.optim_step(3, loaded))
+        assert not last.failed and json.loads(last.body)["metrics"]["step"] == 4
