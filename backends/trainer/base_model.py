@@ -134,7 +134,16 @@ class BaseModel:
             compile_layers(model.get_decoder().layers)
             layers = Recomputation(model.get_decoder().layers, offloads=config.offloads_inputs)
             carries = shares and family.has_linear_attention
-            warm_up(self.scorer, self.renderer, world, layers, is_coupled=self.is_coupled, carries=carries)
+            longest = self._max_context_length
+            warm_up(
+                self.scorer,
+                self.renderer,
+                world,
+                layers,
+                is_coupled=self.is_coupled,
+                carries=carries,
+                longest=longest,
+            )
             if config.placement.trainer_bytes:
                 progress.does("measures memory")
                 self.memory = self._measure_memory(layers, world, config.placement.trainer_bytes)

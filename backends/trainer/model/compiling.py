@@ -96,27 +96,32 @@ def warm_up(  # noqa: PLR0913
     *,
     is_coupled: bool,
     carries: bool = False,
+    longest: int | None = None,
 ) -> None:
     """Compile what serving needs, with a gradient and without: nothing is then compiled while it serves. `carries`:
     layers carry states along texts that share beginnings.
 
     A large base may lack the memory for this text: then it is compiled by shorter ones. Ranks that wait for each other
-    in it (`is_coupled`) could not fail apart: their layers recompute, which takes the least memory.
+    in it (`is_coupled`) could not fail apart: their layers recompute, which takes the least memory, and the text is no
+    longer than the `longest` for which they have room.
     """
     began = time.monotonic()
     log.info("compiling the decoder's layers, which takes about half a minute")
-    lengths = [world.context.size * length for length in _WARM_UP_LENGTHS]
+    slices, lengths = world.context.size, list(_WARM_UP_LENGTHS)
+    while is_coupled and longest and slices * sum(lengths) > longest and min(lengths) > _LEAST_WARM_UP:
+        lengths = [length // 2 for length in lengths]
     layers.use(layers.num_layers if is_coupled else 0)
 
     def runs() -> bool:
         can_fail = not is_coupled and min(lengths) > _LEAST_WARM_UP
-        return _runs(scorer, renderer, world, lengths, can_fail=can_fail, carries=carries)
+        of_all_slices = [slices * length for length in lengths]
+        return _runs(scorer, renderer, world, of_all_slices, can_fail=can_fail, carries=carries)
 
     while not runs():
         torch.cuda.empty_cache()
         lengths = [length // 2 for length in lengths]
     layers.use(0)
-    log.info("compiled in %.0f s, by a microbatch of %d tokens", time.monotonic() - began, sum(lengths))
+    log.info("compiled in %.0f s, by a microbatch of %d tokens", time.monotonic() - began, slices * sum(lengths))
 
 
 def _runs(  # noqa: PLR0913

@@ -63,6 +63,16 @@ def test_ranks_that_wait_for_each_other_compile_layers_that_recompute(tiny_text)
     assert not any(seen[-4:]) and len(compiled) == count
 
 
+@pytest.mark.parametrize(("longest", "length"), [(4096, 4001), (4000, 2000), (1024, 999), (100, 249)])
+def test_ranks_that_wait_for_each_other_compile_by_a_text_that_they_have_room_for(tiny_text, longest, length):
+    """They could not try a shorter one once one of them has failed."""
+    base, seen = trainer(tiny_text).base, set()
+    layers = base.scorer.model.get_decoder().layers
+    layers[0].register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
+    warm_up(base.scorer, base.renderer, ALONE, Recomputation(layers), is_coupled=True, longest=longest)
+    assert seen == {length}
+
+
 def test_linears_of_the_same_input_become_one_and_give_what_they_gave_before(tiny_text):
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).requires_grad_(False).eval()
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
