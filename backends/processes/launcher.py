@@ -271,7 +271,10 @@ async def launch_at(connection: socket.socket, spec: ModelSpec, place: Place) ->
     if isinstance(place, Holding):
         return await _start_module(name, _HOLDER, _for_holder(spec, place.gpu), connection)
     env = _for_engine(spec)
-    guarded = await _start_module(name, _SAMPLER, env, connection)
+    with contextlib.ExitStack() as unless_started:
+        unless_started.callback(shutil.rmtree, env[_VLLM_SOCKETS], ignore_errors=True)
+        guarded = await _start_module(name, _SAMPLER, env, connection)
+        unless_started.pop_all()
     guarded.folder = env[_VLLM_SOCKETS]
     return guarded
 

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -205,6 +207,20 @@ def test_compilers_are_imported_before_ranks_on_cuda_alone_with_the_keys_of_thei
     )
     command = [sys.executable, "-c", program, *launcher._COMPILER]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None 1\n"
+
+
+async def test_an_engine_for_another_machine_that_does_not_start_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def fail(*_: object) -> None:
+        raise BackendFailed("the imports ended")
+
+    monkeypatch.setattr(launcher, "_start_module", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(BackendFailed, match="the imports ended"):
+        await launcher.launch_at(theirs, tiny_spec(tmp_path), None)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
