@@ -1,6 +1,7 @@
 """The segments of datums that begin alike, for random tries: each token sees the tokens before it in its datums, and no
 other."""
 
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -88,9 +89,12 @@ def test_units_of_a_thousand_datums_take_few_tries(monkeypatch: pytest.MonkeyPat
     prefixes = Prefixes([np.concatenate([text(200, 0), text(10, seed)]) for seed in range(1, 1001)])
     tries = list[int]()
     trie = Prefixes.trie
-    monkeypatch.setattr(
-        Prefixes, "trie", lambda self, some, **given: tries.append(len(some)) or trie(self, some, **given)
-    )
+
+    def counted(self: Prefixes, some: Sequence[int], *, alone: bool = True) -> Trie:
+        tries.append(len(some))
+        return trie(self, some, alone=alone)
+
+    monkeypatch.setattr(Prefixes, "trie", counted)
     units = prefixes.units(1000)
     assert {len(unit) for unit, _ in units} == {80, 40}
     assert sum(tries) < 20 * 1000
