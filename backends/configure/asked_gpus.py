@@ -80,9 +80,15 @@ def usable_bytes(config: BackendConfig, gpu_bytes: Sequence[int]) -> tuple[int, 
     return (limit,) * len(gpu_bytes)
 
 
-def require_slices(config: BackendConfig) -> None:
-    """Raise Contradiction if ranks cannot be divided into those that compute a microbatch together."""
+def require_ranks(config: BackendConfig) -> None:
+    """Raise Contradiction if a trainer cannot have so many ranks, or they cannot be divided into those that compute a
+    microbatch together."""
     ranks = set_ranks(config) or config.context_parallel
+    if ranks > 1 and config.base_precision == "mxfp4":
+        raise Contradiction(
+            f"base_precision mxfp4 (setting backend.base_precision) is not supported on {ranks} ranks; set"
+            " backend.ranks to 1, or leave base_precision out"
+        )
     if ranks % config.context_parallel:
         raise Contradiction(
             f"{ranks} ranks (setting backend.ranks, or one for each of backend.trainer_gpus) cannot be divided into"

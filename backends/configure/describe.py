@@ -128,11 +128,6 @@ def _place(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelS
     on_cpu = plan.device == "cpu"
     num_ranks, tensor_parallel = len(layout.trainer), len(layout.engines[0])
     cache_on_cpu = model.size.kv_cache_bytes(demand.context, tensor_parallel, "cpu") if on_cpu else None
-    if config.base_precision == "mxfp4" and num_ranks > 1:
-        raise BackendFailed(
-            f"{model.spec.source}: base_precision mxfp4 (setting backend.base_precision) is not supported on"
-            f" {num_ranks} ranks; set backend.ranks to 1, or leave base_precision out"
-        )
     spec = replace(
         model.spec,
         max_context_length=demand.context,

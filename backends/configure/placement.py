@@ -21,9 +21,10 @@ import torch
 
 from tinker_server.backends.config import BackendConfig, MemoryPart
 from tinker_server.backends.configure.asked_gpus import (
+    Contradiction,
     may_divide,
     require_gpus,
-    require_slices,
+    require_ranks,
     set_ranks,
     usable_bytes,
 )
@@ -104,6 +105,12 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         if fit is not None:
             found, plan = fit
             return found.give_out(found.enlarge(found.widen(plan), wish))
+    if not tried:
+        raise Contradiction(
+            f"the trainer of one divided copy (setting backend.base_copies) has {config.tensor_parallel} ranks, as the"
+            f" engine has (setting backend.tensor_parallel): groups of {config.context_parallel} (setting"
+            " backend.context_parallel) do not divide them"
+        )
     least = min(tried, key=lambda plan: plan.missing_bytes)
     if (reason := searches[0].short_cache(least)) is not None:
         raise BackendFailed(reason)
@@ -192,7 +199,7 @@ class _Search:
         self._sampler_gpus = config.sampler_gpus
         if device == "cuda":
             require_gpus(config, len(gpus))
-        require_slices(config)
+        require_ranks(config)
         for_engines = (self._sampler_gpus if device == "cuda" else None) or gpus
         self._steps = engine_steps(config, device, [self._totals[gpu] for gpu in for_engines])
 
@@ -371,7 +378,10 @@ class _Search:
             # On the CPU ranks divide the base, unless they map it: memory is one.
             is_whole = self._is_whole(ranks, tensor_parallel)
             return {size.name: Layout((0,) * ranks, engines, is_whole) for size in self._sizes}
-        trainers = _spread(self._sizes, sorted(self._trainer_gpus, key=lambda gpu: -self._totals[gpu]), ranks)
+        allowed = self._trainer_gpus
+        if self._divides(tensor_parallel) and self._sampler_gpus:  # both are on the same
+            allowed = self._sampler_gpus
+        trainers = _spread(self._sizes, sorted(allowed, key=lambda gpu: -self._totals[gpu]), ranks)
         load = [
             sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])
             for gpu in range(len(self._totals))

@@ -22,10 +22,11 @@ from tests.models import (
 )
 from tests.specs import tiny_spec
 from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.asked_gpus import Contradiction
 from tinker_server.backends.configure.describe import describe_models, find
 from tinker_server.backends.configure.memory_plan import Layout, Machine, MemoryPlan
 from tinker_server.backends.configure.model_size import ModelSize
-from tinker_server.backends.configure.nearest_fit import idle_gpus, suggestions
+from tinker_server.backends.configure.nearest_fit import idle_gpus, plan_or_suggest, suggestions
 from tinker_server.backends.configure.placement import make_plan, placement
 from tinker_server.backends.families.coverage import LoraMatrices, Numbers
 from tinker_server.backends.formats.mxfp4 import row_bytes
@@ -346,6 +347,28 @@ def test_of_gpus_of_different_sizes_each_counts_as_the_smallest() -> None:
     for config in (BackendConfig(), BackendConfig(kv_cache_bytes=4 * GIB), BackendConfig(max_context_length=16384)):
         unequal = make_plan([LARGE], config, Machine(0, [140 * GIB, 80 * GIB]), "cuda")
         assert unequal == make_plan([LARGE], config, gpus(80, 2), "cuda")
+
+
+def test_a_divided_copy_is_on_the_gpus_that_engines_may_use() -> None:
+    settings = {"base_copies": 1, "tensor_parallel": 2, "sampler_gpus": (2, 3)}
+    layout = plan([LARGE], gpus(80, 4), **settings).layouts["large"]
+    assert (layout.trainer, layout.engines) == ((2, 3), ((2, 3),))
+
+
+def test_a_divided_copy_and_slices_that_do_not_divide_its_ranks_are_refused() -> None:
+    """And not suggested where a divided copy does not fit."""
+    settings = {"base_copies": 1, "tensor_parallel": 2}
+    with pytest.raises(BackendFailed, match=r"the trainer of one divided copy .* has 2 ranks, .* groups of 4 "):
+        plan([LARGE], gpus(80, 4), context_parallel=4, **settings)
+    config = BackendConfig(**settings)
+    with pytest.raises(BackendFailed, match="too little memory on GPU 0"):
+        plan_or_suggest([LARGE], config, gpus(8, 4), "cuda")
+
+
+def test_several_ranks_for_experts_in_mxfp4_are_refused_before_anything_is_suggested() -> None:
+    config = BackendConfig(ranks=2, base_precision="mxfp4")
+    with pytest.raises(Contradiction, match=r"mxfp4 .* is not supported on 2 ranks"):
+        plan_or_suggest([LARGE], config, gpus(80, 2), "cuda")
 
 
 def test_a_copy_is_divided_by_default_only_where_nothing_else_fits() -> None:
