@@ -102,13 +102,13 @@ class Running:
         session_id: str = self.post("/create_session", sdk_version="0.38.0").json()["session_id"]
         return session_id
 
-    def sampler(self, session_id: str | None = None) -> str:
-        """A sampling session on the base model."""
+    def sampler(self, session_id: str | None = None, model_path: str | None = None) -> str:
+        """A sampling session on the base model, or on saved weights."""
         created = self.post(
             "/create_sampling_session",
             session_id=session_id or self.session(),
             sampling_session_seq_id=0,
-            base_model="tiny",
+            **({"base_model": "tiny"} if model_path is None else {"model_path": model_path}),
         )
         sampler_id: str = created.json()["sampling_session_id"]
         return sampler_id

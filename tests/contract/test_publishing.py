@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_server import Running, forward_backward_body
+from tinker_server.auth import keys
 
 SAVES = {
     "under a name": {"path": "a"},
@@ -69,3 +70,27 @@ def test_a_session_on_trained_weights_is_warned_once_that_cut_log_probabilities_
         True,
         False,
     ]
+
+
+def test_another_owner_samples_published_weights_until_they_are_hidden(tmp_path: Path) -> None:
+    alice, bob = (keys.add(tmp_path / "data" / "keys", owner) for owner in ("alice", "bob"))
+    server = Running(tmp_path / "data")
+    try:
+        server.http.headers["x-api-key"] = alice
+        model_id = server.model()
+        saving = server.post("/save_weights_for_sampler", model_id=model_id, seq_id=1, path="shared")
+        path = server.result(saving).json()["path"]
+        published = f"/training_runs/{model_id}/checkpoints/sampler_weights/shared/publish"
+        own = server.sampler(model_path=path)
+        assert server.http.post(published).status_code == 204
+        server.http.headers["x-api-key"] = bob
+        others = server.sampler(model_path=path)
+        assert "json" not in server.result(server.sample(others, 1)).headers["content-type"]
+        server.http.headers["x-api-key"] = alice
+        assert server.http.delete(published).status_code == 204
+        assert "json" not in server.result(server.sample(own, 1)).headers["content-type"]
+        server.http.headers["x-api-key"] = bob
+        failed = server.result(server.sample(others, 2)).json()
+        assert (failed["category"], path in failed["error"]) == ("user", True)
+    finally:
+        server.stop()

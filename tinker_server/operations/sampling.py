@@ -1,12 +1,14 @@
 """Samples from a base model or saved weights."""
 
 import contextlib
+import time
 
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from tinker_server.api_schemas.sampling import SampleRequest, SampleResponse
 from tinker_server.backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
 from tinker_server.offload import LARGE, off_loop
+from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.futures.observers import Work
 from tinker_server.weights.lookup import WeightStores, find_weights
 
@@ -25,13 +27,16 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
                 )
             work.base_model, work.session_id = sampler.base_model, sampler.session_id
             work.model_path, work.directory = sampler.model_path, sampler.directory
+            readable = sampler.model_path
             base = stores.bases.require_same(sampler.base_model, sampler.base_fingerprint, sampler.sampling_session_id)
         else:
             found = await find_weights(stores, request.base_model, request.model_path, owner)
             work.base_model, work.model_path, work.directory = found.base_model, request.model_path, found.directory
-            base = stores.bases.base(found.base_model)
+            base, readable = stores.bases.base(found.base_model), None
         if work.directory is not None and not stores.storage.holds(work.directory):
             raise UnknownCheckpoint(f"{work.model_path or 'the weights of the sampling session'} were deleted")
+        if readable is not None:  # another owner's weights may be published no longer
+            await stores.checkpoints.require_readable(parse_path(readable), {owner}, time.time())
         weights = None if work.directory is None else stores.storage.path(work.directory)
         response = await base.sampler.sample(
             SamplingTask.from_request(request, weights, owner, work.operation.request_id)
