@@ -113,7 +113,12 @@ def reason_against(*modules: str) -> str | None:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - the processes fail themselves, and say what of
             return f"{module} cannot be imported ({type(error).__name__}: {error})"
-    _hash_compilers()
+    # What names compiled code in caches, by the files of torch and Triton: each process that compiles would compute it
+    # for half a second.
+    if codecache := sys.modules.get("torch._inductor.codecache"):
+        codecache.torch_key()
+    if triton := sys.modules.get("torch._inductor.runtime.triton_compat"):
+        triton.triton_key()
     # Torch, which asks NVML for GPUs where CUDA shall not begin, leaves it open: it is closed once for each time.
     with suppress(OSError):  # it is not loaded
         nvml = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -125,15 +130,6 @@ def reason_against(*modules: str) -> str | None:
     if others := [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]:
         return f"a library has started threads while it was imported: {', '.join(others)}"
     return None
-
-
-def _hash_compilers() -> None:
-    """Compute what names compiled code in caches, from the files of torch and Triton, if they have been imported: each
-    process that compiles would, in half a second."""
-    if codecache := sys.modules.get("torch._inductor.codecache"):
-        codecache.torch_key()
-    if triton := sys.modules.get("torch._inductor.runtime.triton_compat"):
-        triton.triton_key()
 
 
 def import_and_serve(modules: Sequence[str], requests: socket.socket) -> Callable[[], None]:

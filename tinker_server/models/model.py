@@ -240,7 +240,7 @@ class Model:
             return True
         # Not what it waited for others: a log that is run again goes before them.
         took_s = 0 if before_s is None or failure_category is not None else self.handle.worked_s - before_s
-        self.log.add(operation.size_bytes, took_s)
+        self.log.add(operation.size_bytes, max(0, took_s))  # the handle may be new, after a death
         self.log.must_end |= failure_category == "server"
         return True
 
@@ -347,24 +347,24 @@ class Model:
             with unless_begun:
                 run = await self._find()
                 directory = await storage.reserve(self.id, "snapshots", "model")
-                unless_begun.enter_context(storage.kept(directory))
+                unless_begun.enter_context(storage.protect(directory))
                 snapshot = Snapshot(directory, position, self._as_loaded(run).trainable)
                 worked_before_s = self.handle.worked_s
                 written = await self._trainer_of(run).snapshot(self.handle, storage.path(directory))
                 self._stores.snapshots.spend((self.handle.worked_s - worked_before_s) / COPYING_PART)
-                kept = unless_begun.pop_all()
+                protection = unless_begun.pop_all()
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
             self._put_back(before, error)
             return
-        record = self._record(snapshot, before, written, kept)
+        record = self._record(snapshot, before, written, protection)
         self._writing = asyncio.create_task(record, name=f"snapshot of {self.id}")
 
     async def _record(
-        self, snapshot: Snapshot, before: Log, written: Awaitable[None], kept: contextlib.ExitStack
+        self, snapshot: Snapshot, before: Log, written: Awaitable[None], protection: contextlib.ExitStack
     ) -> bool:
-        """Return whether the snapshot was written and recorded. Until a row has its directory, `kept` does."""
+        """Return whether the snapshot was written and recorded. Its directory has `protection` until a row has it."""
         stores, began = self._stores, time.monotonic()
-        with kept:
+        with protection:
             try:
                 await written
                 stores.snapshots.spend((time.monotonic() - began) / WRITING_PART)

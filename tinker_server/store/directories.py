@@ -85,7 +85,7 @@ class Storage:
     async def writing(self, run_id: str, kind: str, name: str) -> AsyncIterator[str]:
         """Reserve a directory, which a row must reference when the block ends. It is deleted if the block raises."""
         directory = await self.reserve(run_id, kind, name)
-        with self.kept(directory):
+        with self.protect(directory):
             try:
                 yield directory
             except DatabaseUnavailable:
@@ -95,7 +95,7 @@ class Storage:
                 raise
 
     @contextmanager
-    def kept(self, directory: str) -> Iterator[None]:
+    def protect(self, directory: str) -> Iterator[None]:
         """Keep a directory that no row references yet from being deleted as unreferenced."""
         self._writing.add(directory)
         try:
@@ -129,16 +129,16 @@ class Storage:
 
     async def delete_unreferenced(self, until: float) -> None:
         """Delete the directories that no row has referenced since this time, in Unix seconds, and nobody is writing."""
-        if unreferenced := await self._unreferenced(UnreferencedDirectory.since <= until):
+        if unreferenced := await self._find_unreferenced(UnreferencedDirectory.since <= until):
             log.info("deleting %d directories of weights that nothing refers to", len(unreferenced))
             await self.delete(*unreferenced)
 
     async def delete_unreferenced_in(self, folder: str, kept: Iterable[str]) -> None:
         """Delete the directories in a folder that no row references, apart from `kept`."""
         inside = UnreferencedDirectory.directory.startswith(folder, autoescape=True)
-        await self.delete(*(await self._unreferenced(inside)).difference(kept))
+        await self.delete(*(await self._find_unreferenced(inside)).difference(kept))
 
-    async def _unreferenced(self, condition: ColumnElement[bool]) -> set[str]:
+    async def _find_unreferenced(self, condition: ColumnElement[bool]) -> set[str]:
         """Return the directories that no row references and nobody is writing."""
         before = set(self._writing)  # what is recorded during the query may be in its answer, and is kept no longer
         async with self._db.write() as session:  # the next server's directories are not this server's to delete

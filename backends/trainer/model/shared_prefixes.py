@@ -232,8 +232,8 @@ class Prefixes:
 
 
 def count_fitting(datums: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> int:
-    """Return how many of the first datums fit together, 0 if not even one does. That many have been tried, of few
-    numbers in all: to try them one by one would take minutes for thousands of datums."""
+    """Return how many of the first datums fit together, 0 if the first does not. That many have been tried, of few
+    numbers in all: to try each number would take minutes for thousands of datums."""
     count, step, grows = 0, 1, True
     while step:
         if count + step <= len(datums) and fits(datums[: count + step]):

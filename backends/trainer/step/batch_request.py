@@ -237,7 +237,12 @@ def _fill(chosen: Sequence[Members], used: list[int], other: BatchRequest, max_t
     ]
     while left and ranks:
         rank = min(ranks, key=used.__getitem__)
-        level = _level([used[one] for one in ranks], other.num_tokens(left))
+        # What each of the emptiest ranks has once they have taken all that is left, as evenly as they can.
+        ordered, num_tokens = sorted(used[rank] for rank in ranks), other.num_tokens(left)
+        level = min(
+            -(-(sum(ordered[:count]) + num_tokens) // count)  # rounded up
+            for count in range(1, len(ordered) + 1)
+        )
         room = min(max_tokens - used[rank], max(level - used[rank], other.num_tokens(left[:1])))
         count = count_fitting(left, partial(_has_room, other, room))
         if count:
@@ -249,13 +254,6 @@ def _fill(chosen: Sequence[Members], used: list[int], other: BatchRequest, max_t
 
 def _has_room(request: BatchRequest, room: int, indices: Sequence[int]) -> bool:
     return request.num_tokens(indices) <= room
-
-
-def _level(used: Sequence[int], num_tokens: int) -> int:
-    """Return the tokens that each of the ranks with the fewest has once they have taken so many more, as evenly as
-    they can."""
-    ordered = sorted(used)
-    return min(-(-(sum(ordered[:count]) + num_tokens) // count) for count in range(1, len(ordered) + 1))
 
 
 def targets(datum: Datum) -> np.ndarray:
