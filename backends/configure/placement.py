@@ -378,10 +378,9 @@ class _Search:
             # On the CPU ranks divide the base, unless they map it: memory is one.
             is_whole = self._is_whole(ranks, tensor_parallel)
             return {size.name: Layout((0,) * ranks, engines, is_whole) for size in self._sizes}
-        allowed = self._trainer_gpus
-        if self._divides(tensor_parallel) and self._sampler_gpus:  # both are on the same
-            allowed = self._sampler_gpus
-        trainers = _spread(self._sizes, sorted(allowed, key=lambda gpu: -self._totals[gpu]), ranks)
+        # A divided copy's trainer is where its engine is.
+        own_gpus = (self._divides(tensor_parallel) and self._sampler_gpus) or self._trainer_gpus
+        trainers = _spread(self._sizes, sorted(own_gpus, key=lambda gpu: -self._totals[gpu]), ranks)
         load = [
             sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])
             for gpu in range(len(self._totals))

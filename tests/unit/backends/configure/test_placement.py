@@ -350,17 +350,16 @@ def test_of_gpus_of_different_sizes_each_counts_as_the_smallest() -> None:
 
 
 def test_a_divided_copy_is_on_the_gpus_that_engines_may_use() -> None:
-    settings = {"base_copies": 1, "tensor_parallel": 2, "sampler_gpus": (2, 3)}
-    layout = plan([LARGE], gpus(80, 4), **settings).layouts["large"]
+    found = plan([LARGE], gpus(80, 4), base_copies=1, tensor_parallel=2, sampler_gpus=(2, 3))
+    layout = found.layouts["large"]
     assert (layout.trainer, layout.engines) == ((2, 3), ((2, 3),))
 
 
 def test_a_divided_copy_and_slices_that_do_not_divide_its_ranks_are_refused() -> None:
     """And not suggested where a divided copy does not fit."""
-    settings = {"base_copies": 1, "tensor_parallel": 2}
     with pytest.raises(BackendFailed, match=r"the trainer of one divided copy .* has 2 ranks, .* groups of 4 "):
-        plan([LARGE], gpus(80, 4), context_parallel=4, **settings)
-    config = BackendConfig(**settings)
+        plan([LARGE], gpus(80, 4), base_copies=1, tensor_parallel=2, context_parallel=4)
+    config = BackendConfig(base_copies=1, tensor_parallel=2)
     with pytest.raises(BackendFailed, match="too little memory on GPU 0"):
         plan_or_suggest([LARGE], config, gpus(8, 4), "cuda")
 
