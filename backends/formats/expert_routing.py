@@ -71,7 +71,8 @@ class RoutingFiles:
     one directory, each under its own `writer`."""
 
     def __init__(self, directory: Path, max_bytes: int = _MAX_BYTES, writer: str = "") -> None:
-        """Beyond `max_bytes` the oldest files are deleted, of those that were there and of this writer."""
+        """Beyond `max_bytes` the oldest files are deleted, of this writer and of those that were there. Of these, as many
+        of the oldest count as make `max_bytes`: newer ones may be those of writers that live."""
         self._directory = directory
         self._left_bytes = max_bytes
         self._sizes: dict[str, int] = {}
@@ -81,6 +82,8 @@ class RoutingFiles:
         self._aside = directory / f"{_ASIDE}{writer}"
         self._aside.unlink(missing_ok=True)
         for _, name, size in sorted(_files(directory)):
+            if size > self._left_bytes:
+                break
             self._count(name, size)
 
     def write(self, name: str, experts_TLK: np.ndarray, sequence: NamedSequence | None = None) -> None:

@@ -142,11 +142,31 @@ def test_several_processes_write_to_one_directory_and_neither_spoils_what_anothe
     RoutingFiles(tmp_path, writer="0").write("a", experts_TLK)
     begun = RoutingFiles(tmp_path, writer="1")
     (tmp_path / "aside1").write_bytes(b"half of a file")
-    later = RoutingFiles(tmp_path, max_bytes=0, writer="0")  # which counts and deletes all files that are whole
+    later = RoutingFiles(tmp_path, max_bytes=1200, writer="0")  # which counts the files that are whole
     later.write("b", experts_TLK)
+    assert read_routing(tmp_path, "a") is None
     assert (tmp_path / "aside1").read_bytes() == b"half of a file"
     begun.write("c", experts_TLK)
     np.testing.assert_array_equal(read_routing(tmp_path, "c"), experts_TLK)
+
+
+def test_a_process_that_starts_again_deletes_no_files_of_others_that_live(tmp_path: Path) -> None:
+    experts = np.zeros((100, 1, 1), np.uint8)
+    most = 40 * (experts.nbytes + 128)
+
+    def names(writer: str) -> set[str]:
+        return {path.name for path in tmp_path.glob(f"{writer}*")}
+
+    writers = {writer: RoutingFiles(tmp_path, most, writer) for writer in "xy"}
+    for number in range(40):
+        for writer, files in writers.items():
+            files.write(f"{writer}{number:02}", experts)
+    again = RoutingFiles(tmp_path, most, "y")
+    assert len(names("x")) == len(names("y")) == 40
+    for number in range(40, 60):  # in place of the twenty oldest
+        again.write(f"y{number:02}", experts)
+    assert names("x") == {f"x{number:02}" for number in range(10, 40)}
+    assert names("y") == {f"y{number:02}" for number in range(10, 60)}
 
 
 def test_a_name_depends_on_user_model_tokens_and_images() -> None:
