@@ -71,8 +71,8 @@ class RoutingFiles:
     one directory, each under its own `writer`."""
 
     def __init__(self, directory: Path, max_bytes: int = _MAX_BYTES, writer: str = "") -> None:
-        """Beyond `max_bytes` the oldest files are deleted, of this writer and of those that were there. Of these, as many
-        of the oldest count as make `max_bytes`: newer ones may be those of writers that live."""
+        """Beyond `max_bytes` the oldest files are deleted, of this writer and of those that were there. Of these, the
+        oldest count that make `max_bytes`: newer ones may be those of writers that live."""
         self._directory = directory
         self._left_bytes = max_bytes
         self._sizes: dict[str, int] = {}
