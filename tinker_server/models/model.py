@@ -211,6 +211,7 @@ class Model:
     async def drop(self) -> None:
         """Forget the model, in memory and on disk. Its checkpoints stay."""
         await self.settle()
+        await self._stores.futures.queue.flush()  # a result that is stored later would have a place in an ended log
         run = self.run or await self._find()
         await self.unload()
         await self._stores.runs.mark_lost(self.id)

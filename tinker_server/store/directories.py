@@ -222,7 +222,8 @@ def _remove_files(folder: Path, before: float) -> None:
     for file in folder.glob("[!.]*"):
         with contextlib.suppress(FileNotFoundError):  # its weights were deleted meanwhile
             if file.stat().st_mtime < before:
-                file.unlink()
+                # A server before 1.1 that was killed while it packed has left a directory.
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def _remove_empty(*folders: Path) -> None:

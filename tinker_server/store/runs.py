@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import Select, Table, func, or_, select, update
+from sqlalchemy import Select, Table, and_, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.backends.lru import LRU
@@ -14,7 +14,7 @@ from tinker_server.store.database import Database, delete_where
 from tinker_server.store.directories import claim, release
 from tinker_server.store.futures import replay_log
 from tinker_server.store.records import Checkpoint, Snapshot, TrainingRun, columns, held_bytes, record
-from tinker_server.store.tables import CheckpointRow, ClientMetricRow, SessionRow, StepRow, TrainingRunRow
+from tinker_server.store.tables import CheckpointRow, ClientMetricRow, Future, SessionRow, StepRow, TrainingRunRow
 
 CACHED_BYTES = 32 << 20
 """Bytes of cached records."""
@@ -216,8 +216,10 @@ class RunStore:
         return await self._find_all(select(TrainingRunRow).where(TrainingRunRow.status == "active"))
 
     async def find_suspended(self, heartbeat: float) -> list[TrainingRun]:
-        """Return the models on disk whose session is finished, or had its last heartbeat before this time."""
-        over = or_(SessionRow.finished_at.is_not(None), SessionRow.last_heartbeat < heartbeat)
+        """Return the models on disk whose session is finished, or had its last heartbeat before this time. So had they
+        their last request: a client that works, by curl for example, may send no heartbeats."""
+        worked = exists().where(Future.lane == TrainingRunRow.model_id, Future.created_at >= heartbeat)
+        over = or_(SessionRow.finished_at.is_not(None), and_(SessionRow.last_heartbeat < heartbeat, ~worked))
         return await self._find_all(
             select(TrainingRunRow).join(SessionRow).where(TrainingRunRow.status == "suspended", over)
         )

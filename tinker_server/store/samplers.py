@@ -35,15 +35,18 @@ class UnnamedLimits:
     kept_s: float
     """Seconds after they were last sampled from."""
     silent_s: float
-    """Seconds after the last heartbeat of their session."""
+    """Seconds after the last heartbeat of their session, and the last sample."""
     per_model: int
     """Number of a model's weights."""
     bytes_per_owner: int
 
 
 _ROW = SamplingSessionRow
-_USED_AT = func.max(func.coalesce(_ROW.used_at, _ROW.created_at))
-_ALIVE_AT = func.max(case((SessionRow.finished_at.is_(None), SessionRow.last_heartbeat), else_=0.0))
+_USED = func.coalesce(_ROW.used_at, _ROW.created_at)
+_USED_AT = func.max(_USED)
+_HEARD = SessionRow.last_heartbeat
+_ALIVE_AT = func.max(case((SessionRow.finished_at.is_not(None), 0.0), (_HEARD < _USED, _USED), else_=_HEARD))
+"""A sample is a sign of life too: a client that works, by curl for example, may send no heartbeats."""
 _UNNAMED = (
     select(_ROW.directory, func.min(_ROW.owner), func.max(func.coalesce(_ROW.size_bytes, 0)), _USED_AT)
     .join(SessionRow)

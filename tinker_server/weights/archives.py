@@ -63,7 +63,8 @@ def _pack(directory: Path, archive: Path) -> None:
     """Pack a directory; an adapter like its export: under the tinker names, with PEFT's form in `peft/`."""
     with write_aside(archive) as aside, tarfile.open(aside, "w:gz", compresslevel=1) as tar:
         if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / export.PEFT).exists():
-            with tempfile.TemporaryDirectory(dir=archive.parent) as exported:
+            # A server that starts deletes what begins with a dot.
+            with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".") as exported:
                 export.write_tinker_form(directory, Path(exported))
                 is_expanded = write_expanded(directory, Path(exported) / export.PEFT)
                 tar.add(exported, "")

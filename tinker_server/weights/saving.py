@@ -60,8 +60,10 @@ async def save_weights_for_sampler(
         return SaveWeightsForSamplerResponse(path=saved.tinker_path)
     if request.ttl_seconds is not None or request.user_metadata is not None:
         raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
-    if (made := await _find_earlier(stores, request)) is not None:
-        return SaveWeightsForSamplerResponse(sampling_session_id=made)
+    if (earlier := await _find_earlier(stores, request)) is not None:
+        if request.kind == "inflight":  # what interrupted the save may have come before this
+            await _supersede(stores, earlier.directory or "")
+        return SaveWeightsForSamplerResponse(sampling_session_id=earlier.sampling_session_id)
     async with stores.storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
         run, trainer, loaded = await model.ensure_loaded()
         await stores.holdings.require_room(run.owner)
@@ -75,14 +77,14 @@ async def save_weights_for_sampler(
     return SaveWeightsForSamplerResponse(sampling_session_id=name)
 
 
-async def _find_earlier(stores: WeightStores, request: SaveWeightsForSamplerRequest) -> str | None:
-    """Return the sampling session of this same operation, if an earlier server made it but stored no answer."""
+async def _find_earlier(stores: WeightStores, request: SaveWeightsForSamplerRequest) -> SamplingSession | None:
+    """Return the sampling session of this same operation, if an earlier server or try made it but stored no answer."""
     session_id = request.model_id.partition(":train:")[0]
     name = ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)
     with contextlib.suppress(UnknownSampler):
         known = await stores.samplers.get(name)
         if (known.directory or "").startswith(f"checkpoints/{request.model_id}/{request.kind}/{request.seq_id}~"):
-            return name
+            return known
     return None
 
 

@@ -222,8 +222,9 @@ class FutureRows:
         return await self._db.look(lambda session: replay_log.entries(session, model_id, after))
 
     async def last_finished_at(self) -> float:
-        """Return the time at which the newest stored result was finished; 0 if there is none."""
-        query = select(func.max(Future.finished_at)).where(Future.status.in_(FINISHED))
+        """Return the time at which the newest result was finished, also of those that are stored no longer; 0 if there
+        is none."""
+        query = select(func.max(Future.finished_at)).where(Future.status.in_((*FINISHED, "expired")))
         async with self._db.read() as session:
             return await session.scalar(query) or 0.0
 

@@ -5,12 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
+from sqlalchemy import func, select
 
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.api_schemas.training import AdamParams, UnloadModelRequest
 from tinker_server.backends.protocol import LoadedModel
-from tinker_server.store.futures.records import UNLOAD_SUFFIX
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, Result
+from tinker_server.store.tables import Future
 
 
 async def held(client: Client) -> str:
@@ -67,6 +69,24 @@ async def test_an_unload_comes_behind_all_that_waits(tmp_path: Path) -> None:
         for request_id in (running, waiting, unloading):
             assert not (await client.result(request_id)).failed
         assert client.model_id not in client.trainer.steps
+
+
+async def test_a_model_is_dropped_once_its_last_result_is_stored(tmp_path: Path) -> None:
+    """Stored later, the result would have a place in a log that has ended, and nobody would delete its body."""
+    async with server(tmp_path) as client:
+        running = await held(client)
+        unloading = await unload(client, client.model_id)
+        db = client.services.runs._db
+        async with db._write_lock:  # as another commit has it
+            client.services.futures.queue._results.put(("unknown", Result(b"{}", "application/json")))
+            await asyncio.sleep(0.05)
+            client.trainer.gates["hold"].set()
+            await asyncio.sleep(0.1)
+        for request_id in (running, unloading):
+            assert not (await client.result(request_id)).failed
+        async with db.read() as session:
+            placed = select(func.count()).select_from(Future).where(Future.position.is_not(None))
+            assert await session.scalar(placed) == 0
 
 
 async def test_an_unload_that_waits_when_the_server_stops_takes_no_model_from_the_operations_before_it(

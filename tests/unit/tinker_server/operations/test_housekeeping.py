@@ -1,15 +1,19 @@
-"""Ages are measured by a clock that may be set ahead."""
+"""Ages are measured by a clock that may be set ahead, and what is old and unused is deleted."""
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from tests.fake_server import Running
+from tests.submitting import server
 from tinker_server.operations import housekeeping
-from tinker_server.operations.housekeeping import HELD_S, SteadyClock
+from tinker_server.operations.housekeeping import HELD_S, SNAPSHOT_KEPT_S, SteadyClock
+from tinker_server.store.tables import SessionRow
 
 DAY_S = 24 * 3600.0
 NOW = 1e9
@@ -106,3 +110,31 @@ def test_a_server_whose_clock_is_set_ahead_keeps_snapshots_results_and_what_may_
 def suspended(data_dir: Path) -> list[Path]:
     """Snapshots of models that are on disk."""
     return [one for one in data_dir.glob("checkpoints/*/snapshots/model~*") if one.is_dir()]
+
+
+async def test_a_model_whose_client_works_without_heartbeats_outlasts_a_sweep(tmp_path: Path) -> None:
+    """Its session is older than snapshots are kept without a sign of life."""
+    heard = time.time() - SNAPSHOT_KEPT_S - DAY_S
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        await client.result(await client.optim_step(1))
+        model_id, now = client.model_id, time.time()
+        aged = update(SessionRow).values(created_at=heard, last_heartbeat=heard)
+        await client.services.runs._db.change(lambda session: session.execute(aged))
+    async with server(tmp_path) as client:  # which finds the model on disk
+        await client.services.housekeeper.sweep_models(now + 60)
+        assert (await client.services.runs.get(model_id)).status == "suspended"
+        await client.services.housekeeper.sweep_models(now + SNAPSHOT_KEPT_S + 60)
+        assert (await client.services.runs.get(model_id)).status == "lost"
+
+
+async def test_a_directory_that_a_killed_server_left_among_archives_stops_no_sweep(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        left, old = tmp_path / "archives/tmpabc", tmp_path / "archives/zz.tar.gz"
+        left.mkdir(parents=True)
+        (left / "half").write_bytes(b"x")
+        old.write_bytes(b"x")
+        for path in (left, old):
+            os.utime(path, (0, 0))
+        await client.services.housekeeper.sweep_weights(time.time())
+        assert not left.exists() and not old.exists()

@@ -244,6 +244,24 @@ async def test_replaced_inflight_weights_are_deleted_by_the_next_save_or_the_nex
     await next_server.db.close()
 
 
+async def test_an_inflight_save_that_was_interrupted_moves_earlier_sessions_once_it_is_tried_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save_unnamed(house, 1, 1, "inflight")
+
+    async def away(*_: object) -> None:
+        raise DatabaseUnavailable("the database does not answer")
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(house.weights.samplers, "repoint", away)
+        with pytest.raises(DatabaseUnavailable):
+            await save_unnamed(house, 2, 2, "inflight")
+    await save_unnamed(house, 2, 2, "inflight")
+    session_id = house.model_id.partition(":")[0]
+    sessions = [await house.weights.samplers.get(f"{session_id}:sample:{number}") for number in (1, 2)]
+    assert len({session.directory for session in sessions}) == 1
+
+
 async def test_a_session_is_finished_once_the_database_says_so(house: House) -> None:
     session_id = house.model_id.partition(":")[0]
     finish = FinishSessionRequest(reason=FinishReason(type="success"))

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, update
 
 from tests.stalls import longest_stall
 from tinker_server.api_schemas.sessions import CreateSessionRequest
@@ -12,7 +12,7 @@ from tinker_server.store.database import Database
 from tinker_server.store.records import SamplingSession
 from tinker_server.store.samplers import IN_USE_S, SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
-from tinker_server.store.tables import SamplingSessionRow
+from tinker_server.store.tables import SamplingSessionRow, SessionRow
 
 HOUR_S = 3600.0
 LIMITS = UnnamedLimits(kept_s=6 * HOUR_S, silent_s=24 * HOUR_S, per_model=3, bytes_per_owner=1000)
@@ -72,6 +72,18 @@ async def test_weights_that_were_used_before_a_restart_are_kept_after_it(db: Dat
         pass
     await before.save_uses()
     assert await SamplerStore(db).take_unused(LIMITS, now + 1) == ["checkpoints/a/snapshot/1"]
+
+
+async def test_weights_are_kept_that_a_client_without_heartbeats_samples_from(db: Database) -> None:
+    session_id, store, now = await session(db), SamplerStore(db), time.time()
+    heard = now - LIMITS.silent_s - HOUR_S
+    for number in range(2):
+        await store.create(sampler(session_id, number, made_at=heard))
+    aged = update(SessionRow).values(created_at=heard, last_heartbeat=heard)
+    await db.change(lambda session: session.execute(aged))
+    with store.using(f"{session_id}:sample:0"):
+        pass
+    assert await store.take_unused(LIMITS, now + 1) == ["checkpoints/a/snapshot/1"]
 
 
 async def test_sessions_whose_weights_were_deleted_follow_the_next_save(db: Database) -> None:

@@ -224,7 +224,15 @@ async def test_a_clock_set_back_hides_no_finished_sample(db: Database) -> None:
     await second.queue.flush()
     early_row, late_row = [await second.wait(one, OWNER, 5) for one in (early, late)]
     assert early_row is not None and late_row is not None and late_row.finished_at > early_row.finished_at
+    await second.rows.expire(now + 100, 0)  # the results; their rows stay
     await second.stop()
+    third = FutureStore(db, recent_bytes=0, clock=lambda: now - 3600)
+    await third.start()
+    latest = (await third.queue.enqueue(step(3, "sampler"))).request_id
+    third.queue.complete(latest, done())
+    latest_row = await third.wait(latest, OWNER, 5)
+    assert latest_row is not None and latest_row.finished_at > late_row.finished_at
+    await third.stop()
 
 
 async def test_a_full_disk_refuses_by_name_and_a_retry_is_stored_once_there_is_room(tmp_path: Path) -> None:
