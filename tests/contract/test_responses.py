@@ -90,9 +90,26 @@ def test_a_response_is_answered_as_a_chat(owners: tuple[Owner, Owner]) -> None:
     assert (whole.usage.input_tokens, whole.usage.output_tokens, whole.usage.total_tokens) == (7, 3, 10)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.metadata == {"a": "b"}
+    assert [item.status for item in (*whole.output, *cut.output)] == ["completed", "incomplete"]  # type: ignore[union-attr]
     body = sent(alice)
     assert body["messages"] == [{"role": "user", "content": "What?"}] and body["max_completion_tokens"] == 2
     assert "metadata" not in body
+
+
+def test_a_call_that_is_cut_is_not_completed(owners: tuple[Owner, Owner]) -> None:
+    """Its arguments are half of a JSON; the text before it is whole."""
+    asked: dict[str, Any] = {"model": "tiny", "input": "What?", "max_output_tokens": 2, "tools": [PAINT]}
+    with client(owners[0]) as chatgpt:
+        whole = chatgpt.responses.create(**asked)
+        done = [event for event in chatgpt.responses.create(**asked, stream=True)]
+    items = [event.item.status for event in done if event.type == "response.output_item.done"]
+    assert items == [item.status for item in whole.output] == ["completed", "incomplete"]  # type: ignore[union-attr]
+
+
+def test_a_message_without_a_type_is_one_where_its_type_is_null_too(owners: tuple[Owner, Owner]) -> None:
+    with client(owners[0]) as chatgpt:
+        chatgpt.responses.create(model="tiny", input=[{"type": None, "role": "user", "content": "hi"}])  # type: ignore[typeddict-item]
+    assert sent(owners[0])["messages"] == [{"role": "user", "content": "hi"}]
 
 
 async def test_a_text_with_other_ends_of_lines_comes_through_a_stream_whole() -> None:

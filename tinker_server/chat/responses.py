@@ -79,7 +79,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     for index, item in enumerate(_list(value, "input")):
         where = f"input.{index}"
         item = _object(item, where)
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 role = _one_of(item.get("role"), ROLES, f"{where}.role")
                 messages.append({"role": ROLES[role], "content": _content(item.get("content"), where)})
@@ -209,12 +209,14 @@ class Translation:
     def whole(self, content: str) -> str:
         """Return the response for a chat completion."""
         chat = json.loads(content)
-        message = chat["choices"][0]["message"]
+        message, ended = chat["choices"][0]["message"], chat["choices"][0]["finish_reason"]
         if message.get("content"):
             self._output.append(_message(message["content"], "completed"))
         for call in message.get("tool_calls") or ():
             self._output.append(_call(call["id"], call["function"]["name"], call["function"]["arguments"], "completed"))
-        return json.dumps(self._end_response(chat["choices"][0]["finish_reason"], chat.get("usage")))
+        if ended == "length" and self._output:
+            self._output[-1]["status"] = "incomplete"
+        return json.dumps(self._end_response(ended, chat.get("usage")))
 
     async def events(self, parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Yield the response's events for those of a chat completion."""
@@ -233,7 +235,7 @@ class Translation:
                         for event in self._add_call(call, is_new=call["index"] != call_index):
                             yield event
                         call_index = call["index"]
-        for event in self._item_done():
+        for event in self._item_done("incomplete" if ended == "length" else "completed"):
             yield event
         response = self._end_response(ended, usage)
         yield self._event(f"response.{response['status']}", response=response)
@@ -258,12 +260,12 @@ class Translation:
             self._output[-1]["arguments"] += arguments
             yield self._item_event("response.function_call_arguments.delta", delta=arguments)
 
-    def _item_done(self) -> Iterator[str]:
+    def _item_done(self, status: str = "completed") -> Iterator[str]:
         """Yield the events that end the last item, if any."""
         if not self._output:
             return
         item = self._output[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "message":
             part = item["content"][0]
             yield self._item_event("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
