@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from tinker_server.accounts import Accounts
 from tinker_server.backends.processes.fair_threads import FairThreads
 from tinker_server.errors import BadRequest
 from tinker_server.image_hosts import fetch
@@ -17,6 +18,8 @@ MAX_ADDRESSES = 4096
 """Different addresses in one request."""
 _FILES = FairThreads(8, "image files", of_owner=4)
 """Threads that read files, whose disk may not answer: nothing else waits for them."""
+_READING = Accounts(1, 8, "images by address are being read; send the request again later")
+"""Requests whose images are read, of an owner and of all: their bytes are counted once they are there."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +33,23 @@ class ImageAddresses:
     """Bytes of all images that one request names; one that is named twice counts twice."""
 
     async def read_all(self, addresses: Iterable[str], where: str, owner: str) -> dict[str, bytes]:
-        """Read the images that an owner's request names, each address once. Raises BadRequest as `read` does, and for
-        too many addresses, or too many bytes in all; `where` says what of the request names them.
+        """Read the images that an owner's request names, each address once, and after those of the owner's requests
+        before it. Raises BadRequest as `read` does, and for too many addresses, or too many bytes in all; `where` says
+        what of the request names them. Raises Busy if others take long.
         """
         named = Counter(addresses)
         if len(named) > MAX_ADDRESSES:
             raise BadRequest(f"{where} name {len(named)} addresses of images; {MAX_ADDRESSES} are allowed")
+        if not named:
+            return {}
         files: dict[str, bytes] = {}
         num_bytes = 0
-        for address, times in named.items():
-            files[address] = await self.read(address, owner)
-            num_bytes += len(files[address]) * times
-            if num_bytes > self.max_bytes:
-                raise BadRequest(f"the images that {where} name have more than {self.max_bytes} bytes in all")
+        async with _READING.hold(owner):
+            for address, times in named.items():
+                files[address] = await self.read(address, owner)
+                num_bytes += len(files[address]) * times
+                if num_bytes > self.max_bytes:
+                    raise BadRequest(f"the images that {where} name have more than {self.max_bytes} bytes in all")
         return files
 
     async def read(self, address: str, owner: str) -> bytes:
