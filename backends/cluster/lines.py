@@ -57,6 +57,12 @@ class Backlog:
         return line.decode(errors="replace")
 
 
+class _Kept(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the line, as on a full disk: the standard error, where logging would say so, is the pipe that is read
+        here."""
+
+
 class Lines:
     """Takes what is written into `file`."""
 
@@ -65,7 +71,7 @@ class Lines:
         reading, writing = os.pipe()
         self.file: IO[str] = os.fdopen(writing, "w", buffering=1)
         self._read_end = os.fdopen(reading, "rb", buffering=0)
-        self._kept = logging.handlers.RotatingFileHandler(directory / LOG, maxBytes=FILE_BYTES, backupCount=1)
+        self._kept = _Kept(directory / LOG, maxBytes=FILE_BYTES, backupCount=1)
         self._name, self._server, self._token = name, server, token
 
     async def forward(self) -> None:
@@ -83,7 +89,8 @@ class Lines:
                 backlog.put(line)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
-        self._kept.close()
+        with contextlib.suppress(OSError):  # as on a full disk
+            self._kept.close()
 
     async def _send(self, backlog: Backlog) -> None:
         while True:

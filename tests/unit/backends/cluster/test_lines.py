@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,29 @@ async def test_lines_arrive_with_the_machines_name_and_stay_there(
     assert max(map(len, caplog.messages)) < 2 * LINE_BYTES + 10
     assert "".join(one.removeprefix("a: ") for one in caplog.messages[1:]) == "x" * 30_000
     assert (tmp_path / LOG).read_text().replace("\n", "") == "out of memory" + "x" * 30_000
+
+
+async def test_lines_arrive_where_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What logging says of it would come back as lines, and fill the pipe that is read here."""
+    (tmp_path / LOG).symlink_to("/dev/full")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await show(present(await accept(reader, writer, TOKEN)))
+        writer.close()
+
+    with caplog.at_level(logging.WARNING):
+        async with serving(serve) as address:
+            written = Lines(tmp_path, "a", address, TOKEN)
+            monkeypatch.setattr(sys, "stderr", written.file)
+            forwarding = asyncio.create_task(written.forward())
+            print("out of memory", file=written.file)
+            await until(lambda: "a: out of memory" in caplog.messages)
+            monkeypatch.undo()
+            written.file.close()
+            await forwarding
+    assert caplog.messages == ["a: out of memory"]
 
 
 async def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
