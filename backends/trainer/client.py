@@ -271,6 +271,8 @@ class TrainerClient:
         else:
             first.set_result(scores)
         self._replicas.has_started()
+        if self._replicas.unused:
+            self._grow_later()
 
     def _grow_later(self) -> None:
         if self._growing is None or self._growing.done():
@@ -292,7 +294,6 @@ class TrainerClient:
         """Start the ranks again, even if no request needs them. Requests that do wait for the grant."""
         async with self._queue.grant("", ""):
             await self._revive()
-        self._grow_later()
 
     async def _revive(self) -> None:
         if not self._supervisor.is_alive:

@@ -118,8 +118,9 @@ async def test_a_machine_with_which_ranks_do_not_start_is_used_later(
 
 
 async def test_a_machine_whose_ranks_die_twice_is_not_used_for_a_while_and_costs_no_operation(
-    trainer: TrainerClient, batch: EncodedBatch
+    trainer: TrainerClient, batch: EncodedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replicas, "ASIDE_S", 20.0)
     trainer.attach(Machine(trainer._spec).replica)
     for remaining in (["here", "a"], ["here"]):
         await until_on(trainer, "here", "a")
@@ -127,6 +128,7 @@ async def test_a_machine_whose_ranks_die_twice_is_not_used_for_a_while_and_costs
         with pytest.raises(ModelLost, match="its ranks on a"):
             await killed_while_it_works(trainer, model, batch, rank=1)
         await until_on(trainer, *remaining)
+    await until_on(trainer, "here", "a")  # after the while
 
 
 async def test_a_rank_of_the_serving_machine_that_dies_may_be_the_operations_fault(
