@@ -5,6 +5,7 @@ pytest tests/contract/test_operators_commands.py
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from tinker_server.__main__ import main
 from tinker_server.api_schemas.sessions import CreateSessionRequest
 from tinker_server.api_schemas.training import Trainable
 from tinker_server.auth import keys
+from tinker_server.backends import files
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.create import examine
 from tinker_server.backends.protocol import BackendFailed
@@ -211,6 +214,64 @@ def test_weights_that_were_sampled_from_and_then_deleted_are_not_missing(tmp_pat
         asyncio.run(back_up(server.settings, tmp_path / "backup"))
     finally:
         server.stop()
+
+
+def test_weights_that_cannot_be_copied_end_a_backup_and_a_restoration_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk of its own."""
+    server = Running(tmp_path / "data")
+    try:
+        path = saved(server, server.model(), 1, "kept")
+    finally:
+        server.stop()
+    settings, again = Settings(data_dir=tmp_path / "data"), Settings(data_dir=tmp_path / "again")
+    asyncio.run(back_up(settings, tmp_path / "backup"))
+    for copy in (lambda: back_up(settings, tmp_path / "other"), lambda: restore(again, tmp_path / "backup")):
+        with monkeypatch.context() as full:
+            full.setattr(backup, "link", partial(fail_with, errno.ENOSPC))
+            with pytest.raises(StartFailed, match=r"/checkpoints/.* cannot be copied: No space left on device"):
+                asyncio.run(copy())
+    assert not (tmp_path / "other").exists() and not [*(tmp_path / "again").glob("checkpoints/*/*/*")]
+    asyncio.run(restore(again, tmp_path / "backup"))
+    assert [*(tmp_path / "again").glob("checkpoints/*/weights/kept~*")], path
+    [weights] = (tmp_path / "backup").glob("checkpoints/*/weights/kept~*")
+    shutil.rmtree(weights)
+    with pytest.raises(StartFailed, match=r"is damaged: \d of \d weight directories are there"):
+        asyncio.run(restore(Settings(data_dir=tmp_path / "third"), tmp_path / "backup"))
+
+
+def fail_with(number: int, *_: object) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("end", ["", "-wal"])
+def test_a_database_of_sqlite_that_is_there_is_not_replaced(end: str, tmp_path: Path) -> None:
+    server = Running(tmp_path / "data")
+    server.stop()
+    asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+    there = tmp_path / f"other.db{end}"
+    there.write_bytes(b"somebody's")
+    fresh = Settings(data_dir=tmp_path / "again", database_url=f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
+    with pytest.raises(StartFailed, match=rf"{there.name} is there already"):
+        asyncio.run(restore(fresh, tmp_path / "backup"))
+    assert there.read_bytes() == b"somebody's"
+
+
+def test_a_backup_is_left_alone_by_another_until_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Running(tmp_path / "data")
+    server.stop()
+    flush = files.flush
+
+    def while_another_begins(path: Path) -> None:
+        backup._remove_left(tmp_path)
+        flush(path)
+
+    monkeypatch.setattr(files, "flush", while_another_begins)
+    asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+    assert (tmp_path / "backup" / "backup.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["a?b=c", "run%41", "half#way"])

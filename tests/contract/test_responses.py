@@ -107,8 +107,9 @@ def test_a_call_that_is_cut_is_not_completed(owners: tuple[Owner, Owner]) -> Non
 
 
 def test_a_message_without_a_type_is_one_where_its_type_is_null_too(owners: tuple[Owner, Owner]) -> None:
+    message: Any = {"type": None, "role": "user", "content": "hi"}
     with client(owners[0]) as chatgpt:
-        chatgpt.responses.create(model="tiny", input=[{"type": None, "role": "user", "content": "hi"}])  # type: ignore[list-item]
+        chatgpt.responses.create(model="tiny", input=[message])
     assert sent(owners[0])["messages"] == [{"role": "user", "content": "hi"}]
 
 

@@ -48,7 +48,8 @@ async def back_up(settings: Settings, target: Path) -> str:
     kind = databases.kind_of(url)
     try:
         await asyncio.to_thread(_remove_left, target.parent)
-        with write_aside(target) as aside, _begin(aside):
+        with contextlib.ExitStack() as locked, write_aside(target) as aside:
+            locked.enter_context(_begin(aside))  # until it has its name
             directories = await _consistent(data_dir, url, aside, databases.FILES[kind])
             for name in KEPT_FILES:
                 if (data_dir / name).is_file():
@@ -130,9 +131,20 @@ def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
             continue
         try:
             with write_aside(target / directory) as aside:
-                shutil.copytree(source / directory, aside, copy_function=link)
+                shutil.copytree(source / directory, aside, copy_function=_link)
         except (FileNotFoundError, shutil.Error):
             continue
+
+
+def _link(source: str, target: str) -> None:
+    """Link or copy a file. Raises StartFailed where that is not possible, which `copytree` would collect and go on, and
+    FileNotFoundError where it was deleted."""
+    try:
+        link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StartFailed(f"{source} cannot be copied: {error.strerror}") from None
 
 
 async def restore(settings: Settings, source: Path) -> str:
@@ -146,14 +158,23 @@ async def restore(settings: Settings, source: Path) -> str:
         present = [name for name in ("tinker-server.db", "checkpoints", *KEPT_FILES) if (data_dir / name).exists()]
         if present:
             raise StartFailed(f"{data_dir} has {', '.join(present)} already: restore into an empty data directory")
+        databases.require_no_file(url)
         try:
             await asyncio.to_thread(_link_all, source, data_dir, _present(source))
+            found, had = len(_present(data_dir)), about["directories"]
+            if found != had:
+                raise StartFailed(f"{source} is damaged: {found} of {had} weight directories are there")
             for name in KEPT_FILES:
                 if (source / name).is_file():
                     shutil.copy2(source / name, data_dir / name)
             await databases.restore(url, source / databases.FILES[kind])
             await asyncio.to_thread(flush, data_dir)
-        except OSError as error:
+        except (OSError, StartFailed) as error:
+            shutil.rmtree(data_dir / "checkpoints", ignore_errors=True)  # so that it can be tried again
+            for name in KEPT_FILES:
+                (data_dir / name).unlink(missing_ok=True)
+            if isinstance(error, StartFailed):
+                raise
             raise StartFailed(f"the backup cannot be restored: {error}") from None
     return _contents(source, about)
 

@@ -57,6 +57,15 @@ async def restore(database_url: str | URL, source: Path) -> None:
     await _run("pg_restore", url, "--no-owner", "--exit-on-error", "--single-transaction", str(source))
 
 
+def require_no_file(database_url: str | URL) -> None:
+    """Raise StartFailed where SQLite's files, or what a killed server left of them, are there already. PostgreSQL's
+    tables are looked for by `restore`."""
+    url = make_url(database_url)
+    files = [Path(f"{url.database}{end}") for end in ("", "-wal", "-journal")]
+    if url.get_backend_name() == "sqlite" and (there := [file for file in files if file.exists()]):
+        raise StartFailed(f"{there[0]} is there already: restore into an empty database")
+
+
 def _place(source: Path, path: Path) -> None:
     """Copy a file, which is there whole or not at all: a server would begin with a part of a database."""
     with write_aside(path) as aside:
