@@ -242,6 +242,10 @@ class Cluster:
         before = self.nodes.get(offer.name)
         try:
             if before is not None and before.is_alive:
+                if offer.base_dir and offer.base_dir == before.offer.base_dir:  # the same, which lost it in a partition
+                    before.connection.writer.transport.abort()
+                    connection.send(later="the machine's former connection is being closed")
+                    return
                 raise BackendFailed(
                     f"a machine of the name {offer.name} is there already: give this one another --name"
                 )
