@@ -52,9 +52,12 @@ async def test_lines_arrive_where_the_disk_is_full(
     """What logging says of it would come back as lines, and fill the pipe that is read here."""
     (tmp_path / LOG).symlink_to("/dev/full")
 
+    ended = asyncio.Event()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await show(present(await accept(reader, writer, TOKEN)))
         writer.close()
+        ended.set()
 
     with caplog.at_level(logging.WARNING):
         async with serving(serve) as address:
@@ -66,6 +69,7 @@ async def test_lines_arrive_where_the_disk_is_full(
             monkeypatch.undo()
             written.file.close()
             await forwarding
+            await ended.wait()
     assert caplog.messages == ["a: out of memory"]
 
 
