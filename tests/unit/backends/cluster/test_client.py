@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.connections import serving
 from tests.factories import present
+from tests.waiting import until
 from tinker_server.backends.cluster.client import Address, Cluster
 from tinker_server.backends.cluster.handshake import Unreachable, accept, connect
 from tinker_server.backends.cluster.offer import Offer
@@ -26,9 +27,14 @@ async def test_a_machine_that_lost_its_connection_before_the_server_did_joins_ag
     cluster = Cluster(Address("127.0.0.1", 8100), tmp_path / "token", (), {})
     cluster._supervisor = SimpleNamespace(is_alive=True)  # type: ignore[assignment]
 
+    num_open = 0
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_open
+        num_open += 1
         await cluster._join(present(await accept(reader, writer, TOKEN)))
         writer.close()
+        num_open -= 1
 
     async with serving(serve) as address:
         offer = Offer("m", address, "/secret", "/data", {}, {}, (), {}, base_dir="/tmp/tinker-base-1")
@@ -43,3 +49,4 @@ async def test_a_machine_that_lost_its_connection_before_the_server_did_joins_ag
         assert again.said["ray_port"] == 8101 and cluster.nodes["m"].is_alive
         for connection in (first, again):
             connection.close()
+        await until(lambda: num_open == 0)
