@@ -4,6 +4,7 @@ pytest tests/contract/test_holdings.py
 """
 
 import asyncio
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from tinker_server import app
 from tinker_server.accounts import HOUR_S, RECORDS_BYTES
 from tinker_server.auth import keys
 from tinker_server.operations.housekeeping import ARCHIVE_KEPT_S
-from tinker_server.store import disk_account, holdings
+from tinker_server.store import directories, disk_account, holdings
 from tinker_server.store.client_metrics import VALUE_BYTES
 from tinker_server.store.futures import fetched
 
@@ -151,6 +152,22 @@ def test_reported_metrics_fill_an_owners_part_which_then_takes_neither_metrics_n
     asked |= {"sampling_params": {"max_tokens": 1}, "num_samples": 1}
     assert server.post("/asample", **asked).status_code == 429
     assert server.http.post("/asample", json=asked, headers=bob).status_code == 200
+
+
+def test_a_copy_that_the_disk_has_no_room_for_is_refused_and_its_source_is_not_called_deleted(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model_id = created(server, server.session(), 0)["model_id"]
+    assert saved(server, model_id, 1).status_code == 200
+    copy = {"source_path": f"tinker://{model_id}/weights/n1", "destination_project_id": "p"}
+    with monkeypatch.context() as full:
+        full.setattr(directories, "link", fill)
+        refused = server.post("/copy_weights", **copy)
+    assert refused.status_code == 503 and "the copy cannot be written" in refused.text
+    assert server.post("/copy_weights", **copy).status_code == 200
 
 
 def test_an_archive_that_another_owner_asked_for_is_held_for_an_hour(

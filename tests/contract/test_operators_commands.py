@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.connections import serving
 from tests.dashboard import Owner
 from tests.databases import fresh_database
 from tests.fake_server import Running
@@ -353,6 +354,32 @@ def test_status_shows_runs_queue_and_processes(tmp_path: Path) -> None:
         server.stop()
     with pytest.raises(StartFailed, match="no server answers at"):
         Status.fetch(server.url, "tml-local")
+
+
+async def test_a_program_that_is_no_server_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<html>")
+        writer.close()
+
+    async with serving(answer) as address:
+        for command in (["status"], ["admin", "owners"]):
+            arguments = [*command, "--url", f"http://{address}", "--key", "tml-k"]
+            assert await asyncio.to_thread(run_main, arguments) == 2
+            assert "is no tinker-server: it answers no JSON" in capsys.readouterr().err
+
+
+def run_main(arguments: list[str]) -> int:
+    with pytest.MonkeyPatch.context() as given:
+        given.setattr(sys, "argv", ["tinker-server", *arguments])
+        return main()
+
+
+@pytest.mark.parametrize(("url", "kind"), [("nonsense", "none"), ("mysql://host/name", "mysql")])
+def test_another_kind_of_database_is_refused_by_name(url: str, kind: str, tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, database_url=url)
+    with pytest.raises(StartFailed, match=f"the database URL is of {kind}: give one of sqlite or postgresql"):
+        asyncio.run(back_up(settings, tmp_path / "backup"))
 
 
 def test_status_is_json_with_the_key_and_address_of_the_sdks_variables(

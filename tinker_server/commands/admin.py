@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tinker_server.commands.status import GIB, connect
+from tinker_server.commands.status import GIB, connect, parse_answer
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed
 from tinker_server.observability.log_config import harmless
@@ -83,4 +83,4 @@ def _ask(arguments: argparse.Namespace, method: str, path: str, **values: str | 
         answer = client.get(url, params=values) if method == "GET" else client.request(method, url, json=values)
     if answer.status_code >= 300:
         raise StartFailed(f"{url} answers {answer.status_code}: {answer.text[:300]}")
-    return answer.json() if answer.content else None
+    return parse_answer(answer) if answer.content else None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from tinker_server.backends.files import write_aside
@@ -26,8 +27,14 @@ REFERENCES = (
 
 
 def kind_of(database_url: str | URL) -> str:
-    """Return `sqlite` or `postgresql`."""
-    return make_url(database_url).get_backend_name()
+    """Return `sqlite` or `postgresql`. Raises StartFailed for another or none."""
+    try:
+        kind = make_url(database_url).get_backend_name()
+    except ArgumentError:
+        kind = "none"  # what was given may hold a password
+    if kind not in FILES:
+        raise StartFailed(f"the database URL is of {kind}: give one of {' or '.join(FILES)}")
+    return kind
 
 
 async def copy(database_url: str | URL, target: Path) -> set[str]:

@@ -49,7 +49,7 @@ class Status:
     def fetch(cls, url: str, key: str) -> "Status":
         """Ask a server. Raises StartFailed if none answers, or it refuses the key, or that is none."""
         with connect(url, key, _WAIT_S) as client:
-            runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
+            runs = parse_answer(_get(client, f"/api/v1/training_runs?limit={SHOWN}"))
             text = _get(client, "/metrics").text
         families = text_string_to_metric_families(text)
         return cls(runs, [sample for family in families for sample in family.samples])
@@ -65,6 +65,14 @@ class Status:
         """Return a JSON object: `training_runs` and `cursor` as the API has them, and `metrics`."""
         metrics = [{"name": sample.name, "labels": sample.labels, "value": sample.value} for sample in self.samples]
         return json.dumps({**self.runs, "metrics": metrics})
+
+
+def parse_answer(answer: httpx.Response) -> Any:
+    """Return what a server answers. Raises StartFailed if that is none."""
+    try:
+        return answer.json()
+    except ValueError:
+        raise StartFailed(f"{answer.url} is no tinker-server: it answers no JSON") from None
 
 
 def _get(client: httpx.Client, path: str) -> httpx.Response:

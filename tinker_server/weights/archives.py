@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from tinker_server.backends.files import write_aside
 from tinker_server.backends.processes.fair_threads import FairThreads
 from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tinker_server.errors import DiskFull
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
 from tinker_server.weights import export
@@ -35,7 +36,8 @@ class Archives:
     async def get(self, directory: str, owner: str) -> Path:
         """Return the archive of a directory's weights, which are the owner's.
 
-        Raises FileNotFoundError if they were deleted meanwhile, LimitReached if the owner's part of the disk is taken.
+        Raises FileNotFoundError if they were deleted meanwhile, LimitReached if the owner's part of the disk is taken,
+        DiskFull.
         """
         archive = self._storage.archive_of(directory)
         if not archive.exists():
@@ -50,7 +52,12 @@ class Archives:
     async def _pack(self, directory: str, archive: Path, owner: str) -> None:
         async with self._owners.setdefault(owner, asyncio.Lock()):  # the room is free until the archive takes it
             await self._holdings.require_room(owner, await self._storage.size_bytes(directory))
-            await self._threads.run(owner, _pack, self._storage.path(directory), archive)
+            try:
+                await self._threads.run(owner, _pack, self._storage.path(directory), archive)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                raise DiskFull(f"the archive cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Start no more packing; running packing ends by itself."""

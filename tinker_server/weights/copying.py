@@ -10,7 +10,7 @@ from tinker_server.api_schemas.checkpoints import CopyWeightsRequest
 from tinker_server.api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
 from tinker_server.api_schemas.training import OptimizerConfig, Trainable
 from tinker_server.api_schemas.weights import TinkerPath
-from tinker_server.errors import BadRequest, UnknownCheckpoint
+from tinker_server.errors import BadRequest, DiskFull, UnknownCheckpoint
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
@@ -77,7 +77,7 @@ class Copying:
 
         The copy is the owner's; its source is public or owned by a reader.
 
-        Raises BadRequest, LimitReached, ModelIdTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
+        Raises BadRequest, LimitReached, ModelIdTaken, UnknownCheckpoint, UnknownSession, SessionFinished, DiskFull.
         """
         check_ttl(request.ttl_seconds)
         source = parse_path(request.source_path)
@@ -114,8 +114,11 @@ class Copying:
         async with self._storage.writing(*path) as directory:
             try:
                 await self._storage.copy(source.directory, directory)
-            except OSError:
-                raise UnknownCheckpoint(f"{source.tinker_path} was deleted meanwhile") from None
+            except OSError as error:
+                found = await self._checkpoints.find(parse_path(source.tinker_path))
+                if found is None or found.directory != source.directory:
+                    raise UnknownCheckpoint(f"{source.tinker_path} was deleted meanwhile") from None
+                raise DiskFull(f"the copy cannot be written: {error.strerror or 'the disk is full'}") from error
             copy = replace(
                 source,
                 tinker_path=str(path),

@@ -1,6 +1,7 @@
 """Weights are packed as one file."""
 
 import asyncio
+import errno
 import os
 import tarfile
 import time
@@ -15,6 +16,7 @@ from tinker_server.store import holdings
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
+from tinker_server.weights import archives as packing
 from tinker_server.weights.archives import Archives
 
 DIRECTORY = "checkpoints/run/weights/a~1"
@@ -95,6 +97,19 @@ async def test_an_owner_with_many_archives_leaves_a_thread_to_others(archives: A
     await archives.get("checkpoints/run/weights/other~1", "bob")
     assert not asked[1].done(), "bob waited for two of alice's"
     assert all(path.exists() for path in await asyncio.gather(*asked))
+
+
+async def test_a_disk_that_fills_while_an_archive_is_packed_is_said_to_be_full(
+    archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(packing, "_pack", fill)
+        with pytest.raises(DiskFull, match="the archive cannot be written: No space left on device"):
+            await archives.get(DIRECTORY, "alice")
+    assert (await archives.get(DIRECTORY, "alice")).exists()
 
 
 async def test_no_archive_is_packed_where_the_disk_has_no_room(
