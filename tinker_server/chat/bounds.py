@@ -7,6 +7,7 @@ billions of states. These bounds limit how large a small body can become.
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from re import _constants as sre_constants  # type: ignore[attr-defined, unused-ignore]
 from re import _parser as sre_parser  # type: ignore[attr-defined, unused-ignore]
 
@@ -60,6 +61,14 @@ def require_bounded(body: Mapping[str, object]) -> None:
     counted = (value for field, value in body.items() if field != "prompt")
     if sum(1 for _ in _values(counted)) > MAX_VALUES:
         raise BadField(f"the request has more than {MAX_VALUES} values")
+
+
+def count_text(body: Mapping[str, object]) -> int:
+    """Count the characters of all texts, images as base64 among them."""
+    prompt = body.get("prompt")
+    of_prompts = prompt if isinstance(prompt, list) else [prompt]
+    others = _values(value for field, value in body.items() if field != "prompt")
+    return sum(len(value) for value in chain(of_prompts, others) if isinstance(value, str))
 
 
 def require_echoed(value: object, field: str) -> None:

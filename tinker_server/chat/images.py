@@ -21,7 +21,7 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: 
         return 0
     named = [
         (holder, key)
-        for holder, key in _sources(body.get("messages"))
+        for holder, key in sources(body.get("messages"))
         if key != "data" and isinstance(holder[key], str) and not holder[key].startswith("data:")
     ]
     try:
@@ -50,7 +50,7 @@ def files(body: dict[str, object]) -> list[bytes]:
     found: list[bytes] = []
     decoded: dict[str, bytes] = {}
     """A file for an image that the conversation has several times."""
-    for holder, key in _sources(body.get("messages")):
+    for holder, key in sources(body.get("messages")):
         text = holder[key]
         if isinstance(text, str) and (key == "data" or text.startswith("data:")):
             if text not in decoded:
@@ -67,11 +67,11 @@ def _decode(text: str) -> bytes:
         return b""
 
 
-def _sources(value: object) -> Iterator[tuple[dict[str, Any], str]]:
+def sources(value: object) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each object that holds an image's address or data, in either vendor's form, with the key of it."""
     if isinstance(value, list):
         for part in value:
-            yield from _sources(part)
+            yield from sources(part)
     elif isinstance(value, dict):
         image = value.get("image_url")
         if isinstance(image, str):
@@ -83,4 +83,4 @@ def _sources(value: object) -> Iterator[tuple[dict[str, Any], str]]:
             yield source, "url"
         if isinstance(source, dict) and source.get("type") == "base64" and "data" in source:
             yield source, "data"
-        yield from _sources(value.get("content"))
+        yield from sources(value.get("content"))

@@ -9,8 +9,9 @@ from typing import Any
 from tinker_server.api_schemas.base import unstorable
 from tinker_server.api_schemas.inputs import MAX_IMAGE_CHARS
 from tinker_server.backends.protocol import ChatEndpoint
-from tinker_server.chat.bounds import MAX_NAME, quote, require_bounded
+from tinker_server.chat.bounds import MAX_NAME, count_text, quote, require_bounded
 from tinker_server.chat.fields import ANY, SHAPES, is_moot, require_known
+from tinker_server.chat.images import sources
 from tinker_server.chat.messages import require_arguments
 from tinker_server.errors import BadField
 
@@ -138,6 +139,11 @@ def check(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Chat
         if (problem := unstorable(value)) is not None:
             raise BadField(f"{field} {problem}", field)
     require_bounded(body)
+    # What `receive` takes for an image may be a text.
+    sent = () if endpoint == "completions" else sources(body.get("messages"))
+    images = sum(len(holder[key]) for holder, key in sent if isinstance(holder[key], str))
+    if count_text(body) - images > MAX_TEXT_BYTES:
+        raise BadField(f"the request has more than {MAX_TEXT_BYTES} bytes beside its images")
     require_known(body, SHAPES[endpoint])
     require_arguments(body.get("messages"))
     model = body.get("model")

@@ -91,6 +91,25 @@ async def test_text_is_bounded_before_it_is_parsed_and_images_do_not_count(monke
         await received(allowed, piece_bytes)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        ("completions", {"prompt": "data:" + DATA}),
+        ("completions", {"prompt": ["data:" + DATA, "b"]}),
+        ("chat_completions", {"messages": [{"role": "user", "content": "data:" + DATA}]}),
+        ("chat_completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "data:" + DATA}]}]}),
+        ("messages", {"messages": [{"role": "user", "content": "a"}], "system": "data:" + DATA, "max_tokens": 1}),
+    ],
+)
+def test_a_text_that_begins_as_an_image_does_is_a_text(monkeypatch, endpoint, fields) -> None:
+    monkeypatch.setattr(requests, "MAX_TEXT_BYTES", 1000)
+    with pytest.raises(BadField, match="more than 1000 bytes beside its images"):
+        read(endpoint, body(endpoint, **fields))
+    for image in (OPENAI, ANTHROPIC):
+        kind = "messages" if image is ANTHROPIC else "chat_completions"
+        read(kind, body(kind, messages=[{"role": "user", "content": image}], max_tokens=1))
+
+
 @pytest.mark.parametrize("field", ["structures", "triggers"])
 def test_a_structural_tag_without_a_format_is_refused_by_name(field):
     with pytest.raises(BadField, match=r"response_format\.structures is not supported; structural_tag takes a format"):
