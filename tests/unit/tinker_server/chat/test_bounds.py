@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tinker_server.backends.protocol import ChatEndpoint
 from tinker_server.chat import bounds, requests
 from tinker_server.chat.requests import read, receive
 from tinker_server.errors import BadField
@@ -106,7 +107,7 @@ def test_a_text_that_begins_as_an_image_does_is_a_text(monkeypatch, endpoint, fi
     with pytest.raises(BadField, match="more than 1000 bytes beside its images"):
         read(endpoint, body(endpoint, **fields))
     for image in (OPENAI, ANTHROPIC):
-        kind = "messages" if image is ANTHROPIC else "chat_completions"
+        kind: ChatEndpoint = "messages" if image is ANTHROPIC else "chat_completions"
         read(kind, body(kind, messages=[{"role": "user", "content": image}], max_tokens=1))
 
 
