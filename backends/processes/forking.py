@@ -113,12 +113,13 @@ def reason_against(*modules: str) -> str | None:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - the processes fail themselves, and say what of
             return f"{module} cannot be imported ({type(error).__name__}: {error})"
-    # What names compiled code in caches, by the files of torch and Triton: each process that compiles would compute it
-    # for half a second.
-    if codecache := sys.modules.get("torch._inductor.codecache"):
-        codecache.torch_key()
-    if triton := sys.modules.get("torch._inductor.runtime.triton_compat"):
-        triton.triton_key()
+    if os.environ.get("TORCH_COMPILE_DISABLE") != "1":
+        # What names compiled code in caches, by the files of torch and Triton: each process that compiles would compute
+        # it for half a second.
+        if codecache := sys.modules.get("torch._inductor.codecache"):
+            codecache.torch_key()
+        if (triton := sys.modules.get("torch._inductor.runtime.triton_compat")) and triton.HAS_TRITON:
+            triton.triton_key()
     # Torch, which asks NVML for GPUs where CUDA shall not begin, leaves it open: it is closed once for each time.
     with suppress(OSError):  # it is not loaded
         nvml = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
