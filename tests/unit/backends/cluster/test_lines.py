@@ -4,6 +4,8 @@ import asyncio
 import logging
 import secrets
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,28 +20,36 @@ from tinker_server.backends.cluster.lines import BACKLOG_BYTES, LINE_BYTES, LOG,
 TOKEN = secrets.token_hex(32)
 
 
+@asynccontextmanager
+async def showing() -> AsyncIterator[str]:
+    """The address of a server that logs lines, each connection's to its end."""
+    num_open = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_open
+        num_open += 1
+        await show(present(await accept(reader, writer, TOKEN)))
+        writer.close()
+        num_open -= 1
+
+    async with serving(serve) as address:
+        yield address
+        await until(lambda: num_open == 0)
+
+
 async def test_lines_arrive_with_the_machines_name_and_stay_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "_RETRY_S", 0.05)
 
-    serving_now: list[str] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving_now.append("it")
-        await show(present(await accept(reader, writer, TOKEN)))
-        writer.close()
-        serving_now.clear()
-
     with caplog.at_level(logging.WARNING):
-        async with serving(serve) as address:
+        async with showing() as address:
             written = Lines(tmp_path, "a", address, TOKEN)
             forwarding = asyncio.create_task(written.forward())
             print("out of memory\n" + "x" * 30_000, file=written.file)
             await until(lambda: "".join(caplog.messages).count("x") == 30_000)
             written.file.close()
             await forwarding
-            await until(lambda: not serving_now)
     assert caplog.messages[0] == "a: out of memory"
     assert max(map(len, caplog.messages)) < 2 * LINE_BYTES + 10
     assert "".join(one.removeprefix("a: ") for one in caplog.messages[1:]) == "x" * 30_000
@@ -52,15 +62,8 @@ async def test_lines_arrive_where_the_disk_is_full(
     """What logging says of it would come back as lines, and fill the pipe that is read here."""
     (tmp_path / LOG).symlink_to("/dev/full")
 
-    ended = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await show(present(await accept(reader, writer, TOKEN)))
-        writer.close()
-        ended.set()
-
     with caplog.at_level(logging.WARNING):
-        async with serving(serve) as address:
+        async with showing() as address:
             written = Lines(tmp_path, "a", address, TOKEN)
             monkeypatch.setattr(sys, "stderr", written.file)
             forwarding = asyncio.create_task(written.forward())
@@ -69,7 +72,6 @@ async def test_lines_arrive_where_the_disk_is_full(
             monkeypatch.undo()
             written.file.close()
             await forwarding
-            await ended.wait()
     assert caplog.messages == ["a: out of memory"]
 
 
