@@ -134,7 +134,6 @@ class BaseModel:
             compile_layers(model.get_decoder().layers)
             layers = Recomputation(model.get_decoder().layers, offloads=config.offloads_inputs)
             carries = shares and family.has_linear_attention
-            longest = self._max_context_length
             warm_up(
                 self.scorer,
                 self.renderer,
@@ -142,7 +141,7 @@ class BaseModel:
                 layers,
                 is_coupled=self.is_coupled,
                 carries=carries,
-                longest=longest,
+                longest=self._max_context_length,
             )
             if config.placement.trainer_bytes:
                 progress.does("measures memory")
