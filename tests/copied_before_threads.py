@@ -1,6 +1,7 @@
 """A program that starts threads of OpenMP, then a process that needs some: `python -m tests.copied_before_threads`."""
 
 import os
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import torch
@@ -14,8 +15,11 @@ def add_many() -> float:
 
 
 def say(answer: Connection) -> None:
-    """Send a sum, a variable, the number of threads, and the parent."""
-    answer.send((add_many(), os.environ["SET_LATER"], torch.get_num_threads(), os.getppid()))
+    """Send a sum, a variable, the number of threads, the parent, and how an interpreter ended that was spawned."""
+    spawned = get_context("spawn").Process(target=add_many)
+    spawned.start()
+    spawned.join()
+    answer.send((add_many(), os.environ["SET_LATER"], torch.get_num_threads(), os.getppid(), spawned.exitcode))
 
 
 def main() -> None:
@@ -26,9 +30,9 @@ def main() -> None:
     ours, theirs = copies.Pipe()
     process = copies.Process(target=say, kwargs={"answer": theirs}, name="later")
     process.start()
-    found, variable, num_threads, parent = ours.recv()
+    found, variable, num_threads, parent, spawned = ours.recv()
     process.join()
-    print(found, variable, num_threads, parent != os.getpid(), process.exitcode)
+    print(found, variable, num_threads, parent != os.getpid(), spawned, process.exitcode)
 
 
 if __name__ == "__main__":

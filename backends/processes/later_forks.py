@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -34,7 +35,8 @@ def keep_copy() -> Copies:
     """Keep a copy of this process, which must have no threads yet."""
     resource_tracker.ensure_running()
     multiprocessing.set_forkserver_preload([])
-    start_interpreter, util.spawnv_passfds = util.spawnv_passfds, _copy
+    start_interpreter = util.spawnv_passfds
+    util.spawnv_passfds = partial(_copy, start_interpreter)
     try:
         forkserver.ensure_running()
     finally:
@@ -42,10 +44,17 @@ def keep_copy() -> Copies:
     return Copies()
 
 
-def _copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:  # noqa: ARG001 - as `spawnv_passfds`
-    """Run multiprocessing's server of forks in a copy of this process, in place of a new interpreter."""
+def _copy(
+    start_interpreter: Callable[..., int],
+    path: bytes,  # noqa: ARG001 - as `spawnv_passfds`
+    args: Sequence[Any],
+    passfds: Sequence[int],
+) -> int:
+    """Run multiprocessing's server of forks in a copy of this process, in place of a new interpreter. What the copies
+    themselves spawn has an interpreter of its own."""
     if pid := os.fork():
         return pid
+    util.spawnv_passfds = start_interpreter
     try:
         last = _FIRST
         for fd in (*sorted(passfds), os.sysconf("SC_OPEN_MAX")):

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 
-def test_a_copy_from_before_the_first_threads_of_openmp_has_threads_of_its_own() -> None:
-    """A fork of the present would wait for threads that it lacks."""
+def test_a_copy_from_before_the_first_threads_of_openmp_has_threads_of_its_own_and_spawns() -> None:
+    """A fork of the present would wait for threads that it lacks. An engine's ranks on a CPU are spawned by a copy."""
     command = [sys.executable, "-m", "tests.copied_before_threads"]
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.stdout, done.stderr) == (f"{float(1 << 21)} yes 2 True 0\n", "")
+    assert (done.stdout, done.stderr) == (f"{float(1 << 21)} yes 2 True 0 0\n", "")
