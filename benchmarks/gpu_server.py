@@ -77,17 +77,17 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         scratch, shape = Path(folder), replace(SHAPES[given.shape], num_layers=given.layers)
-        model, peak, switches = given.model or scratch / "model", float("nan"), shlex.split(given.server)
+        model, peak = given.model or scratch / "model", float("nan")
         if given.cpu:
             make_tiny_vl(model)
-            switches += ["--device", "cpu", "--ranks", str(given.cpu), "--engines", str(given.cpu)]
+            switches = ["--device", "cpu", "--ranks", str(given.cpu), "--engines", str(given.cpu)]
         else:
             # In a process that ends: this one has no context on the GPU, for which no plan has room.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
                 card, peak = other.submit(prepare, model, shape, given.precision).result()
-            switches += ["--device", "cuda", *(["--base-precision", given.precision] if given.precision else [])]
+            switches = ["--device", "cuda", *(["--base-precision", given.precision] if given.precision else [])]
             print(f"{card}, {peak / 1e12:.0f} TFLOP/s", flush=True)
-        server = Server(scratch / "data", {NAME: model}, *switches)
+        server = Server(scratch / "data", {NAME: model}, *switches, *shlex.split(given.server))
         server.patience_s = 900  # large bases take minutes
         figures: Figures = {}
         try:

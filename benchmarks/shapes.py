@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers import (
 
 from tests.models import make_tiny_gpt_oss, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl
 from tests.published import COOKBOOK, OTHERS, Config
+from tinker_server.backends.families.lora_names import NOT_IN_FP8
 from tinker_server.backends.formats import mxfp4
 from tinker_server.backends.formats.block_fp8 import BLOCK, SCALE
 from tinker_server.backends.model_spec import BasePrecision
@@ -45,10 +46,15 @@ _SECTIONS = {
 }
 """Pairs of a head that are rotated by time, height and width."""
 _STORED = {
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+    "fp8": {
+        **{"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+        "modules_to_not_convert": ["lm_head", "model.visual"],
+    },
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
 }
 """What a config says of files in a precision."""
+_NOT_IN_FP8 = (*NOT_IN_FP8, "mlp.gate", "mlp.shared_expert_gate")
+"""Ends of the names of matrices that files in fp8 have in bfloat16."""
 _EXPONENTS = 118, 121
 """Of blocks in MXFP4: random numbers of four bits then have about the size of weights of 2,880 inputs."""
 
@@ -121,9 +127,11 @@ SHAPES = {
     "8b": Shape(OTHERS["Qwen/Qwen3-VL-8B-Instruct"]),
     "32b": Shape(OTHERS["Qwen/Qwen3-VL-32B-Instruct"]),
     "30b-a3b": Shape(COOKBOOK["Qwen/Qwen3-VL-30B-A3B-Instruct"]),
+    "235b-a22b": Shape(COOKBOOK["Qwen/Qwen3-VL-235B-A22B-Instruct"]),
     "qwen3.5-4b": Shape(COOKBOOK["Qwen/Qwen3.5-4B"]),
     "qwen3.5-9b": Shape(COOKBOOK["Qwen/Qwen3.5-9B"]),
     "qwen3.5-35b-a3b": Shape(COOKBOOK["Qwen/Qwen3.5-35B-A3B"]),
+    "qwen3.5-397b-a17b": Shape(COOKBOOK["Qwen/Qwen3.5-397B-A17B"]),
     "mistral-7b": Shape(OTHERS["mistralai/Mistral-7B-v0.1"]),
     "gemma-3-12b": Shape(OTHERS["google/gemma-3-12b-it, text"]),
     "gpt-oss-20b": Shape(COOKBOOK["openai/gpt-oss-20b"]),
@@ -173,7 +181,7 @@ def _part(name: str, config: PretrainedConfig) -> float:
     head shares the embedding.
     """
     text = config.get_text_config()
-    if text.model_type != "gpt_oss" and "linear_attention" not in (getattr(text, "layer_types", None) or []):
+    if text.model_type != "gpt_oss" and not _is_hybrid(text):
         return 1.0
     if name.endswith("embed_tokens.weight") and not config.tie_word_embeddings:
         return float(text.hidden_size**0.5)
@@ -199,18 +207,23 @@ def _write_layers(directory: Path, config: PretrainedConfig, precision: BasePrec
     for number, parameters in groups.items():
         tensors: dict[str, Tensor] = {}
         for name, parameter in parameters:
-            stored = precision if number < len(layers) else None
-            tensors |= _random(name, parameter, stored, _part(name, config))
+            tensors |= _random(name, parameter, precision if number < len(layers) else None, config)
         save_file(tensors, directory / f"model-{number:05}.safetensors", {"format": "pt"})
         files |= dict.fromkeys(tensors, f"model-{number:05}.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return directory
 
 
-def _random(name: str, parameter: nn.Parameter, precision: BasePrecision | None, part: float) -> dict[str, Tensor]:
-    """Return what a file has of a random parameter. `part`: as `_part`; in MXFP4 the nearest power of two."""
+def _random(
+    name: str, parameter: nn.Parameter, precision: BasePrecision | None, config: PretrainedConfig
+) -> dict[str, Tensor]:
+    """Return what a file has of a random parameter. In MXFP4 a weight has the power of two next to its size."""
+    part = _part(name, config)
     if parameter.dim() == 1:
-        return {name: torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.bfloat16)}
+        # Qwen3.5's norms multiply by one more than their weight.
+        adds_one = _is_hybrid(config.get_text_config()) and name.endswith("norm.weight")
+        is_zero = name.endswith("bias") or (adds_one and ".linear_attn." not in name and ".visual." not in name)
+        return {name: torch.full(parameter.shape, 0.0 if is_zero else 1.0, dtype=torch.bfloat16)}
     if precision == "mxfp4" and parameter.dim() == 3:
         count, inputs, outputs = parameter.shape
         low, high = (exponent + round(math.log2(part)) for exponent in _EXPONENTS)
@@ -218,18 +231,39 @@ def _random(name: str, parameter: nn.Parameter, precision: BasePrecision | None,
         blocks = torch.randint(0, 256, (*scales.shape, mxfp4.BLOCK // 2), dtype=torch.uint8, device="cuda")
         return {f"{name}{mxfp4.BLOCKS}": blocks.cpu(), f"{name}{mxfp4.SCALES}": scales.cpu()}
     made = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16) * (_inputs(parameter) ** -0.5 * part)
-    if precision != "fp8":
+    is_kept = parameter.dim() == 3 and ".experts." not in name
+    if precision != "fp8" or is_kept or name.removesuffix(".weight").endswith(_NOT_IN_FP8):
         # Files of Qwen3-VL MoE hold inputs before outputs.
-        return {name: (made.mT.contiguous() if parameter.dim() == 3 else made).cpu()}
-    rows, columns = (size // BLOCK for size in parameter.shape)
-    blocks = made.float().view(rows, BLOCK, columns, BLOCK)
-    scale = blocks.abs().amax((1, 3)) / 448
-    weight = (blocks / scale[:, None, :, None]).view(parameter.shape).to(torch.float8_e4m3fn)
-    return {name: weight.cpu(), f"{name}{SCALE}": scale.cpu()}
+        return {name: (made if is_kept or parameter.dim() != 3 else made.mT.contiguous()).cpu()}
+    rows, columns = (size // BLOCK for size in parameter.shape[-2:])
+    blocks = made.float().view(-1, rows, BLOCK, columns, BLOCK)
+    scale = blocks.abs().amax((2, 4)) / 448
+    packed = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    weight, scale = packed.view(-1, *parameter.shape[-2:]).cpu(), scale.cpu()
+    if parameter.dim() == 2:
+        return {name: weight[0], f"{name}{SCALE}": scale[0]}
+    return {
+        f"{module}.weight{suffix}": matrix
+        for suffix, stack in (("", weight), (SCALE, scale))
+        for module, matrix in _matrices(name, stack)
+    }
+
+
+def _matrices(name: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield experts' matrices and their modules' names, as files in fp8 have them."""
+    experts, _, last = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    for number, matrices in enumerate(stack):
+        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+            yield f"{experts}.{number}.{part}", matrix
 
 
 def _class_of(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def _is_hybrid(text: PretrainedConfig) -> bool:
+    return "linear_attention" in (getattr(text, "layer_types", None) or [])
 
 
 def _experts(text: PretrainedConfig) -> int:
