@@ -214,7 +214,7 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
         models={NAME: str(source)},
         device=given.device,
         max_context_length=2048,
-        kv_cache_bytes=30 << 30 if on_gpu(given) else 1 << 30,
+        kv_cache_bytes=16 << 30 if on_gpu(given) else 1 << 30,
         base_copies=2,  # one copy would wait for the process that holds it, and bare vLLM reads its own
         max_concurrent_samples=max(256, *given.sequences) if given.steps else None,
         scratch_dir=scratch / "scratch",
