@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def serve(requests: socket.socket, reason: str | None) -> Callable[[], None]:
     """Start a process for each request, until the server closes its end. Return in each new process what that runs.
     With a `reason` not to be copied, each imports its own libraries."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended are gone at once
+    # Python 3.12 warns of OpenBLAS' threads too, which that ends before a fork. `reason_against` looks for Python's.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     while True:
         data, fds, *_ = socket.recv_fds(requests, REQUEST_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
