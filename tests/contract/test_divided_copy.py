@@ -22,6 +22,7 @@ from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, p
 from tests.models import DIVIDED, DIVIDED_IN_FP8, make_tiny_text, make_tiny_vl, publish_in_fp8
 from tests.ranks import on_ranks, two_steps
 from tests.sampling import Reference, assert_close, sample, sampler_config, scoring
+from tests.servers import Server
 from tests.specs import held
 from tests.trainers import LORA, trained
 from tinker_server.backends.base_weights.client import BaseWeights
@@ -167,3 +168,25 @@ async def test_an_engine_of_two_ranks_computes_with_what_it_maps_and_outlives_a_
     finally:
         await asyncio.gather(trainer.stop(), sampler.stop())
         await base.stop()
+
+
+def test_a_server_with_a_divided_copy_samples_what_it_trained(tmp_path: Path) -> None:
+    """Here all processes are forks of what a server imports; an engine's ranks are spawned by such a fork."""
+    from tinker import types
+
+    options = ("--device", "cpu", "--ranks", "2", "--tensor-parallel", "2", "--base-copies", "1")
+    server = Server(tmp_path / "data", {"tiny": make_tiny_vl(tmp_path / "model")}, *options).start()
+    try:
+        training = server.client().create_lora_training_client("tiny", rank=8, seed=1).result()
+        data = [
+            types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
+        ]
+        for _ in range(2):
+            training.forward_backward(data, "cross_entropy").result()
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        sampling = training.save_weights_and_get_sampling_client().result()
+        trained_T = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        sampled_T = sampling.compute_logprobs(types.ModelInput.from_ints([1, 2, 3, 4])).result()[1:]
+        np.testing.assert_allclose(sampled_T, trained_T, atol=1e-3)
+    finally:
+        assert server.stop() == 0, server.log.read_text()[-4000:]
