@@ -178,15 +178,15 @@ def test_a_server_with_a_divided_copy_samples_what_it_trained(tmp_path: Path) ->
     server = Server(tmp_path / "data", {"tiny": make_tiny_vl(tmp_path / "model")}, *options).start()
     try:
         training = server.client().create_lora_training_client("tiny", rank=8, seed=1).result()
-        data = [
-            types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
-        ]
+        targets = types.TensorData.from_numpy(np.array([2, 3, 4]))
+        tokens = types.ModelInput.from_ints([1, 2, 3])
+        data = [types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": targets})]
         for _ in range(2):
             training.forward_backward(data, "cross_entropy").result()
             training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         sampling = training.save_weights_and_get_sampling_client().result()
         trained_T = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
         sampled_T = sampling.compute_logprobs(types.ModelInput.from_ints([1, 2, 3, 4])).result()[1:]
-        np.testing.assert_allclose(sampled_T, trained_T, atol=1e-3)
+        np.testing.assert_allclose(np.asarray(sampled_T, np.float64), trained_T, atol=1e-3)
     finally:
         assert server.stop() == 0, server.log.read_text()[-4000:]
