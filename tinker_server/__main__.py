@@ -36,40 +36,49 @@ def main() -> int:
     """Run a command of the command line.
 
     Exit codes: 0 stopped or done, 2 the command or the server failed, 75 it failed for a reason that may pass, 130
-    interrupted at start.
+    interrupted at start, 141 whoever read the output had enough, as `head`.
     """
     log_config.configure()
     try:
-        arguments = parse(sys.argv[1:])
-        if arguments.command == "status":
-            asked = Status.fetch(arguments.url, arguments.key)
-            if arguments.json:
-                print(asked.as_json())
-            else:
-                show(asked.as_tables())
-            return 0
-        if arguments.command == "admin":
-            administrate(arguments)
-            return 0
-        if arguments.command in ("join", "leave"):
-            with asyncio.Runner() as runner:
-                runner.run(belong(arguments))
-            return 0
-        settings = read_settings(arguments)
-        log_config.configure(settings.log_level, settings.log_format)
-        if arguments.command != "serve":
-            return run_once(arguments, settings)
-        raise_file_limit()
-        listener = listen(settings.host, settings.port)
-        require_keys_beyond_loopback(settings, listener)
-        # asyncio.run accepts no loop factory before Python 3.12
-        with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(settings, listener))
+        code = run(parse(sys.argv[1:]))
+        sys.stdout.flush()
     except (StartFailed, BackendFailed, DatabaseUnavailable) as error:
         print(f"tinker-server: {error}", file=sys.stderr)
         return os.EX_TEMPFAIL if may_pass(error) else 2
     except (asyncio.CancelledError, KeyboardInterrupt):
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left as it ends
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a command, and return its exit code. Raises StartFailed, BackendFailed, DatabaseUnavailable."""
+    if arguments.command == "status":
+        asked = Status.fetch(arguments.url, arguments.key)
+        if arguments.json:
+            print(asked.as_json())
+        else:
+            show(asked.as_tables())
+        return 0
+    if arguments.command == "admin":
+        administrate(arguments)
+        return 0
+    if arguments.command in ("join", "leave"):
+        with asyncio.Runner() as runner:
+            runner.run(belong(arguments))
+        return 0
+    settings = read_settings(arguments)
+    log_config.configure(settings.log_level, settings.log_format)
+    if arguments.command != "serve":
+        return run_once(arguments, settings)
+    raise_file_limit()
+    listener = listen(settings.host, settings.port)
+    require_keys_beyond_loopback(settings, listener)
+    # asyncio.run accepts no loop factory before Python 3.12
+    with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve(settings, listener))
     return 0
 
 

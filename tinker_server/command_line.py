@@ -277,6 +277,8 @@ def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
                     show(keys_table(found, used_at))
                 else:  # no line on the output, which scripts read
                     print(f"no API keys in {path.resolve()}: `{keys.adding(path)}` makes one", file=sys.stderr)
+    except BrokenPipeError:  # the output's
+        raise
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
 
@@ -289,8 +291,10 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     settings |= {name: given[name] for name in Settings.model_fields if name in given}
     backend = settings.pop("backend", {})
     backend |= {name: given[name] for name in BackendConfig.model_fields if name in given}
-    if "model" in given:  # the command serves models, or plans for them
-        named = backend.get("models", {}) | dict(map(split_model, given["model"]))
+    of_file = backend.get("models", {})
+    is_read = isinstance(of_file, dict) and all(isinstance(source, str) for source in of_file.values())
+    if "model" in given and is_read:  # the command serves models, or plans for them; other values are refused below
+        named = of_file | dict(map(split_model, given["model"]))
         if not named and arguments.command == "serve":
             raise StartFailed(
                 f"no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID, or --model {TINY_VL} for the small"

@@ -208,6 +208,31 @@ def test_a_wrong_file_is_refused_by_name(text: str, refusal: str, tmp_path: Path
         read_settings(parse(["keys", "list", "--config", str(tmp_path / "settings.toml")]))
 
 
+def test_a_command_whose_output_is_no_longer_read_ends_without_a_traceback(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "tinker_server", "keys", "list", "--json", "--data-dir", str(tmp_path)]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, timeout=100)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("models", "refusal"),
+    [
+        ("3", r"backend.models: Input should be a valid dictionary; it is 3"),
+        ('["a=b"]', r"backend.models: Input should be a valid dictionary"),
+        ("{a = 3}", r"backend.models\[a\]: Input should be a valid string; it is 3"),
+    ],
+)
+def test_models_of_a_file_that_name_no_directories_are_refused_by_name(
+    models: str, refusal: str, tmp_path: Path
+) -> None:
+    (tmp_path / "settings.toml").write_text(f"[backend]\nmodels = {models}\n")
+    with pytest.raises(StartFailed, match=refusal):
+        read_settings(parse(["serve", "--config", str(tmp_path / "settings.toml"), "--model", "b=org/name"]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "more", "said"),
     [
