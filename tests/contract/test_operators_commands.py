@@ -48,6 +48,7 @@ from tinker_server.dashboard.rendering import short
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.store.database import Database
+from tinker_server.store.directories import link
 from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
 from tinker_server.weights.copying import run_of_weights
@@ -240,6 +241,37 @@ def test_weights_that_cannot_be_copied_end_a_backup_and_a_restoration_by_name(
     shutil.rmtree(weights)
     with pytest.raises(StartFailed, match=r"is damaged: \d of \d weight directories are there"):
         asyncio.run(restore(Settings(data_dir=tmp_path / "third"), tmp_path / "backup"))
+
+
+def test_an_interrupted_backup_ends_with_the_directory_that_it_links_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Running(tmp_path / "data")
+    try:
+        model_id = server.model()
+        for number in (1, 2, 3):
+            saved(server, model_id, number, f"kept{number}")
+    finally:
+        server.stop()
+    begun, linked = threading.Event(), []
+
+    def link_slowly(source: str, target: str) -> None:
+        begun.set()
+        time.sleep(0.2)
+        link(source, target)
+        linked.append(Path(source).parent)
+
+    monkeypatch.setattr(backup, "link", link_slowly)
+
+    async def interrupt() -> None:
+        backing_up = asyncio.create_task(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "kept/backup"))
+        await asyncio.to_thread(begun.wait, 60)
+        backing_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await backing_up
+        assert len(set(linked)) == 1 and not [*(tmp_path / "kept").iterdir()]
+
+    asyncio.run(interrupt())
 
 
 def fail_with(number: int, *_: object) -> None:

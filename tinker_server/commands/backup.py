@@ -104,10 +104,10 @@ def _require_places(data_dir: Path, target: Path) -> None:
 
 async def _consistent(data_dir: Path, url: str | URL, aside: Path, name: str) -> set[str]:
     for _ in range(TRIES):
-        await asyncio.to_thread(_link_all, data_dir, aside, _present(data_dir))
+        await _link_all(data_dir, aside, _present(data_dir))
         (aside / name).unlink(missing_ok=True)
         directories = await databases.copy(url, aside / name)
-        await asyncio.to_thread(_link_all, data_dir, aside, directories)
+        await _link_all(data_dir, aside, directories)
         if not (missing := {directory for directory in directories if not (aside / directory).is_dir()}):
             for extra in set(_present(aside)) - directories:
                 shutil.rmtree(aside / extra)
@@ -124,16 +124,21 @@ def _present(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in found if path.is_dir() and not path.name.startswith(".")]
 
 
-def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
+async def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
     """Hard-link the directories that the target lacks; skip those that are deleted meanwhile."""
     for directory in directories:
-        if (target / directory).exists():
-            continue
+        linking = asyncio.create_task(asyncio.to_thread(_link_directory, source / directory, target / directory))
         try:
-            with write_aside(target / directory) as aside:
-                shutil.copytree(source / directory, aside, copy_function=_link)
-        except (FileNotFoundError, shutil.Error):
-            continue
+            await asyncio.shield(linking)
+        finally:
+            await asyncio.wait([linking])  # an interruption does not end a thread, and the target is removed then
+
+
+def _link_directory(source: Path, target: Path) -> None:
+    if target.exists():
+        return
+    with contextlib.suppress(FileNotFoundError, shutil.Error), write_aside(target) as aside:
+        shutil.copytree(source, aside, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:
@@ -160,7 +165,7 @@ async def restore(settings: Settings, source: Path) -> str:
             raise StartFailed(f"{data_dir} has {', '.join(present)} already: restore into an empty data directory")
         databases.require_no_file(url)
         try:
-            await asyncio.to_thread(_link_all, source, data_dir, _present(source))
+            await _link_all(source, data_dir, _present(source))
             found, had = len(_present(data_dir)), about["directories"]
             if found != had:
                 raise StartFailed(f"{source} is damaged: {found} of {had} weight directories are there")
@@ -169,13 +174,13 @@ async def restore(settings: Settings, source: Path) -> str:
                     shutil.copy2(source / name, data_dir / name)
             await databases.restore(url, source / databases.FILES[kind])
             await asyncio.to_thread(flush, data_dir)
-        except (OSError, StartFailed) as error:
+        except BaseException as error:
             shutil.rmtree(data_dir / "checkpoints", ignore_errors=True)  # so that it can be tried again
             for name in KEPT_FILES:
                 (data_dir / name).unlink(missing_ok=True)
-            if isinstance(error, StartFailed):
-                raise
-            raise StartFailed(f"the backup cannot be restored: {error}") from None
+            if isinstance(error, OSError):
+                raise StartFailed(f"the backup cannot be restored: {error}") from None
+            raise
     return _contents(source, about)
 
 
