@@ -125,7 +125,6 @@ def _present(root: Path) -> list[str]:
 
 
 async def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
-    """Hard-link the directories that the target lacks; skip those that are deleted meanwhile."""
     for directory in directories:
         linking = asyncio.create_task(asyncio.to_thread(_link_directory, source / directory, target / directory))
         try:
@@ -135,10 +134,14 @@ async def _link_all(source: Path, target: Path, directories: Iterable[str]) -> N
 
 
 def _link_directory(source: Path, target: Path) -> None:
+    """Hard-link a directory, unless the target is there or it is deleted meanwhile."""
     if target.exists():
         return
-    with contextlib.suppress(FileNotFoundError, shutil.Error), write_aside(target) as aside:
-        shutil.copytree(source, aside, copy_function=_link)
+    try:
+        with write_aside(target) as aside:
+            shutil.copytree(source, aside, copy_function=_link)
+    except (FileNotFoundError, shutil.Error):
+        return
 
 
 def _link(source: str, target: str) -> None:
