@@ -122,10 +122,7 @@ class Actor:
 
     async def _accept_late(self, operation: Operation) -> str:
         """Accept a repeat of what was accepted before. Raises BadRequest for what comes now for the first time."""
-        late = BadRequest(
-            f"{operation} comes too late: operations after it have run, and only a part of a batch whose optim_step was"
-            " not taken is let in then"
-        )
+        late = _too_late(operation)
         if not await self._intake.futures.rows.knows(operation.lane, operation.seq_id):
             raise late
         accepted = await self._queue.enqueue(operation)
@@ -134,12 +131,17 @@ class Actor:
         return accepted.request_id
 
     async def resume(self, operation: Operation) -> None:
-        """Run an operation that an earlier server left."""
+        """Run an operation that an earlier server left, unless later ones have run: it did not know of this one, whose
+        commit had seemed to fail."""
         if operation.operation_kind == "unload_model":
             self._queue_unload(operation)
             return
+        lane = self.lane or await self._read_lane(operation.seq_id)
+        if not lane.takes(operation.operation_kind, operation.seq_id):
+            self._intake.fail(operation, _too_late(operation))
+            return
         self._budget.enter(operation.owner, 1, operation.size_bytes, forced=True)
-        self._queue_in(self.lane or await self._read_lane(operation.seq_id), operation)
+        self._queue_in(lane, operation)
 
     async def _read_lane(self, first: int) -> Lane:
         """Return the lane that begins where the model's stored operations end: with `first` if there are none."""
@@ -241,6 +243,13 @@ class Actor:
         lane.note(operation, result.failure_category)
         await self.model.maybe_snapshot(operation.operation_kind)
         self._running = None
+
+
+def _too_late(operation: Operation) -> BadRequest:
+    return BadRequest(
+        f"{operation} comes too late: operations after it have run, and only a part of a batch whose optim_step was"
+        " not taken is let in then"
+    )
 
 
 async def _answer(request: Request, done: asyncio.Future[None]) -> None:

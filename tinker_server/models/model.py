@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tinker_server.backends.protocol import LoadedModel, ModelLost, ProcessDied, Trainer
+from tinker_server.backends.protocol import BackendFailed, LoadedModel, ModelLost, ProcessDied, Trainer
 from tinker_server.errors import DatabaseUnavailable, LostModel, ModelIdTaken, UnknownModel
 from tinker_server.models.base_models import BaseModels, require_adapter
 from tinker_server.models.replay import LogReplay, Replayed, log_changed_numerics
@@ -197,14 +197,14 @@ class Model:
             await self._restore(run, self._trainer_of(run))
 
     async def suspend(self) -> None:
-        """Move the model from memory to disk. If that fails, it stays, or is found again by its log.
+        """Move the model from memory to disk. If that fails, it is found again by its log, or stays.
 
         Raises BackendFailed, DatabaseUnavailable.
         """
         if (self.run or await self._find()).status != "active":
             return
-        if self.is_in_memory:
-            await self._take_and_record()
+        if self.is_in_memory and not await self._take_and_record() and self.log.must_end:
+            raise BackendFailed(f"{self.id} stays in memory: its snapshot failed, and its log alone may not restore it")
         await self._stores.runs.mark_suspended(self.id)
         await self.unload()
 
@@ -248,9 +248,10 @@ class Model:
     async def maybe_snapshot(self, operation_kind: str) -> None:
         """Take a snapshot where an operation has made the log too long. It is written while later operations run.
 
-        After an optim_step there is no gradient to write, so that is the time for it.
+        After an optim_step there is no gradient to write, so that is the time for it. What a failed restoration has made
+        of a model is not the model.
         """
-        if self.log.is_empty or self.is_writing:
+        if not self.is_in_memory or self.log.is_empty or self.is_writing:
             return
         snapshots, now = self._stores.snapshots, time.monotonic()
         limits, times = snapshots.limits, 1 if operation_kind == "optim_step" else 2

@@ -88,7 +88,7 @@ class Storage:
         with self.protect(directory):
             try:
                 yield directory
-            except DatabaseUnavailable:
+            except (DatabaseUnavailable, asyncio.CancelledError):
                 raise  # a row may reference it all the same; if none does, it is listed as unreferenced
             except BaseException:
                 await self.delete(directory)

@@ -186,7 +186,12 @@ class RunStore:
                 await also(session)
             return record(TrainingRun, row)
 
-        self._cached.put(model_id, await self._db.change(change))
+        try:
+            run = await self._db.change(change)
+        except BaseException:
+            self._cached.pop(model_id)  # it may have been committed all the same
+            raise
+        self._cached.put(model_id, run)
 
     async def are_in(self, session_id: str) -> bool:
         """Return whether a session has models."""

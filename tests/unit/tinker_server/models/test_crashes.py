@@ -13,6 +13,7 @@ import pytest
 
 from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
+from tinker_server.api_schemas.weights import LoadWeightsRequest
 from tinker_server.backends.protocol import BackendFailed, LoadedModel, ProcessDied
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.settings import Settings
@@ -380,3 +381,103 @@ async def test_what_a_trainer_had_written_of_a_snapshot_when_it_died_is_deleted(
         [partly] = tmp_path.glob("checkpoints/*/snapshots/.model~*")  # noqa: ASYNC240
         await client.services.storage.delete_unreferenced(time.time() + 1)
         assert not partly.exists()
+
+
+async def test_a_cancelled_save_keeps_the_files_of_a_row_that_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that stops cancels what has not ended, also while the database commits."""
+    async with server_with_gradient(tmp_path / "data") as before:
+        await before.result(await before.save(2, "kept"))
+        put = before.services.checkpoints.put
+
+        async def put_and_be_cancelled(*arguments: Any) -> None:
+            await put(*arguments)
+            raise asyncio.CancelledError
+
+        monkeypatch.setattr(before.services.checkpoints, "put", put_and_be_cancelled)
+        saving = await before.save(3, "kept", overwrite=True)
+        await asyncio.sleep(0.1)
+        path = parse_path(f"tinker://{before.model_id}/weights/kept")
+    async with server(tmp_path / "data") as after:
+        assert not (await after.result(saving)).failed
+        saved = await after.services.checkpoints.find(path)
+        assert saved is not None and after.services.storage.holds(saved.directory)
+
+
+async def test_a_model_is_restored_by_a_snapshot_whose_commit_had_seemed_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_with_gradient(tmp_path / "data") as client:
+        await client.result(await client.optim_step(2))
+        await suspend(client)
+        await client.result(await client.forward_backward(3))
+        await client.result(await client.optim_step(4))
+        services, set_snapshot = client.services, client.services.runs.set_snapshot
+        change = services.runs._db.change
+
+        async def commit_without_an_answer(work: Any) -> None:
+            await change(work)
+            raise DatabaseUnavailable("the database does not answer")
+
+        async def set_without_an_answer(*arguments: Any) -> None:
+            with monkeypatch.context() as silent:
+                silent.setattr(services.runs._db, "change", commit_without_an_answer)
+                await set_snapshot(*arguments)
+
+        monkeypatch.setattr(services.runs, "set_snapshot", set_without_an_answer)
+        assert not await services.scheduler.actor(client.model_id).model._take_and_record()
+        monkeypatch.setattr(services.runs, "set_snapshot", set_snapshot)
+        client.trainer.lose(client.model_id)
+        await client.result(await client.forward_backward(5))
+        assert client.trainer.steps[client.model_id] == 2
+
+
+async def test_an_operation_that_later_ones_have_overtaken_is_not_run_by_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit had seemed to fail, and its client went on without it."""
+    async with server_with_gradient(tmp_path / "data") as before:
+        rows, insert = before.services.futures.rows, before.services.futures.rows.insert
+        tries = 0
+
+        async def insert_without_an_answer(*arguments: Any) -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                await insert(*arguments)
+            raise DatabaseUnavailable("the database does not answer")
+
+        with monkeypatch.context() as silent:
+            silent.setattr(rows, "insert", insert_without_an_answer)
+            with pytest.raises(DatabaseUnavailable):
+                await before.forward_backward(2)
+        assert (await before.result(await before.optim_step(3))).failed, "its batch lacks a part"
+        await before.result(await before.forward_backward(4))
+        assert not (await before.result(await before.optim_step(5))).failed
+        model_id = before.model_id
+    async with server(tmp_path / "data") as after:
+        await after.result(await after.forward_backward(6, model_id=model_id))
+        assert not (await after.result(await after.optim_step(7, model_id))).failed
+        assert ("forward_backward", "loss 2") not in after.trainer.calls
+        assert after.trainer.applied[-1] == (model_id, [1])
+
+
+async def test_a_model_whose_loaded_weights_have_no_snapshot_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_with_gradient(tmp_path / "data") as client:
+        await client.result(await client.optim_step(2))
+        await client.result(await client.save(3, "passing"))
+        with monkeypatch.context() as full:
+            full.setattr(client.trainer, "snapshot", refuse)
+            path = f"tinker://{client.model_id}/weights/passing"
+            loading = LoadWeightsRequest(model_id=client.model_id, seq_id=4, path=path, optimizer=True)
+            assert not (await client.result(await client.submit("load_weights", loading, 4))).failed
+            taken = await client.services.checkpoints.take(parse_path(path), client.owner)
+            await client.services.storage.delete(taken)
+            with pytest.raises(BackendFailed, match="stays in memory"):
+                await suspend(client)
+        assert not (await client.result(await client.forward_backward(5))).failed
+        await suspend(client)
+        assert not (await client.result(await client.optim_step(6))).failed

@@ -1,14 +1,16 @@
 """The server restores models of a trainer that has ended, without a request for them."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.submitting import Client, server
 from tests.waiting import until
 from tinker_server.api_schemas.training import Trainable
-from tinker_server.backends.protocol import LoadedModel, ModelLost
+from tinker_server.backends.protocol import BackendFailed, EncodedBatch, LoadedModel, ModelLost
 
 
 async def two_models(client: Client) -> list[str]:
@@ -62,3 +64,28 @@ async def test_a_model_under_whose_restoration_the_trainer_ends_twice_waits_for_
         assert tries == 2
         monkeypatch.setattr(client.trainer, "create_model", create)
         assert not (await client.result(await client.optim_step(2, first))).failed
+
+
+async def test_half_a_restored_model_is_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps would be gone, and all that follow would go on from there without an error."""
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        for number in (1, 3, 5):
+            await client.result(await client.forward_backward(number))
+            await client.result(await client.optim_step(number + 1))
+        compute, count = client.trainer._forward_backward, 0
+
+        async def fail_once(model: LoadedModel, batch: EncodedBatch, backward: bool) -> Any:
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise BackendFailed("the GPU's memory is full")
+            return await compute(model, batch, backward)
+
+        monkeypatch.setattr(client.trainer, "_forward_backward", fail_once)
+        client.trainer.lose(client.model_id)
+        assert (await client.result(await client.forward_backward(7))).failed
+        assert (await client.result(await client.optim_step(8))).failed, "a part of its batch failed"
+        await client.result(await client.forward_backward(9))
+        stepped = await client.result(await client.optim_step(10))
+        assert json.loads(stepped.body)["metrics"]["step"] == 4
