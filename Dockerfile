@@ -4,7 +4,7 @@
 # make image               no GPU: development and trials. The tag ends with -cpu
 #
 # docker run --rm -v tinker-data:/data tinker-server:TAG keys add NAME      prints an API key: without one, no start
-# docker run --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server:TAG serve --model NAME=HUB_ID
+# docker run --init --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server:TAG serve --model NAME=HUB_ID
 # (the ranks of the trainer and vLLM talk through /dev/shm, of which docker grants 64 MiB by default)
 
 FROM python:3.12-slim-trixie

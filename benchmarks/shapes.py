@@ -220,7 +220,7 @@ def _random(
     """Return what a file has of a random parameter. In MXFP4 a weight has the power of two next to its size."""
     part = _part(name, config)
     if parameter.dim() == 1:
-        # Qwen3.5's norms multiply by one more than their weight.
+        # Qwen3.5's norms multiply by 1 + their weight.
         adds_one = _is_hybrid(config.get_text_config()) and name.endswith("norm.weight")
         is_zero = name.endswith("bias") or (adds_one and ".linear_attn." not in name and ".visual." not in name)
         return {name: torch.full(parameter.shape, 0.0 if is_zero else 1.0, dtype=torch.bfloat16)}

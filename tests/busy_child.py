@@ -11,6 +11,7 @@ from multiprocessing.spawn import get_preparation_data
 
 from tinker_server.backends.processes import rpc
 from tinker_server.backends.processes.rpc import Command
+from tinker_server.backends.protocol import BackendFailed
 
 LONGEST_ANSWER = 1 << 20
 IMPORTED_S = time.monotonic()
@@ -45,6 +46,11 @@ class EndSlowly(Command[None]):
 @dataclass(frozen=True)
 class NotToBeRead(Command[None]):
     """Answer with what the server cannot load."""
+
+
+@dataclass(frozen=True)
+class Refuse(Command[None]):
+    """Fail by name."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ def handle(command: object, _: object) -> object:
         case EndSlowly(seconds):
             atexit.register(time.sleep, seconds)
             return None
+        case Refuse():
+            raise BackendFailed("no weights")
         case Zeros(size):
             return bytes(size)
         case Environment():

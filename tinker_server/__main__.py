@@ -129,8 +129,9 @@ def listen(host: str, port: int) -> socket.socket:
             listener.bind(address)
             listener.listen(BACKLOG)
             stack.pop_all()
-    except OSError as error:
-        raise start_failure(f"cannot listen on {host} port {port}: {error.strerror}", error) from None
+    except (OSError, UnicodeError) as error:  # the latter for what is no name of a host
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise start_failure(f"cannot listen on {host} port {port}: {reason}", error) from None
     return listener
 
 

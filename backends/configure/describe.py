@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -74,10 +74,7 @@ def describe_models(
         if directory not in found:
             found[directory] = find(name, directory, config, machine, number=len(found))
         found[directory] = with_slots_for(found[directory], name, own)
-    if config.replay_routing and all(model.spec.routing_dir is None for model in found.values()):
-        raise BackendFailed(
-            "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"
-        )
+    require_mixture(found.values(), config)
     plan, placed, idle = plan_models([*found.values()], config, machine)
     for line in plan.lines():
         log.info("%s", line)
@@ -88,6 +85,14 @@ def describe_models(
         name: replace(model := found[directory], spec=replace(model.spec, name=name, source=config.models[name]))
         for name, directory in directories.items()
     }
+
+
+def require_mixture(found: Iterable[FoundModel], config: BackendConfig) -> None:
+    """Raise BackendFailed where experts' choices are to be replayed, and no model has any."""
+    if config.replay_routing and all(model.spec.routing_dir is None for model in found):
+        raise BackendFailed(
+            "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"
+        )
 
 
 def with_slots_for(model: FoundModel, name: str, own: OwnLayout) -> FoundModel:

@@ -15,7 +15,14 @@ from tinker_server.backends.config import (
     FittingCards,
     MemoryPart,
 )
-from tinker_server.backends.configure.describe import FoundModel, chosen_device, find, plan_models, with_slots_for
+from tinker_server.backends.configure.describe import (
+    FoundModel,
+    chosen_device,
+    find,
+    plan_models,
+    require_mixture,
+    with_slots_for,
+)
 from tinker_server.backends.configure.fitting_cards import fitting_cards
 from tinker_server.backends.configure.gpus import cards
 from tinker_server.backends.configure.memory_plan import Machine
@@ -59,6 +66,7 @@ def examine(config: BackendConfig, gpus: str | None = None, own: OwnLayout = NO_
     try:
         _find_all(by_directory, config, machine, own)
         if by_directory:
+            require_mixture(by_directory.values(), config)
             plan, placed, idle = plan_models([*by_directory.values()], config, machine)
             parts = plan.parts
     except BackendFailed as error:

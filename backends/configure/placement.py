@@ -344,7 +344,8 @@ class _Search:
         if self._device == "cpu":
             parallel_ranks = config.tensor_parallel or 1
             fewest = parallel_ranks if self._divides(parallel_ranks) else config.context_parallel
-            yield config.ranks or fewest, parallel_ranks, False
+            if (config.ranks or fewest) % config.context_parallel == 0:
+                yield config.ranks or fewest, parallel_ranks, False
             return
         fixed = set_ranks(config)
         step = config.context_parallel

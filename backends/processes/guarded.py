@@ -64,6 +64,8 @@ class Guarded:
 
     async def end(self, grace_s: float) -> None:
         """Wait for so many seconds until the process ends by itself, then end it and everything that it started."""
+        if self._guard.closed:
+            return  # its number may be another's by now
         try:
             async with asyncio.timeout(grace_s):
                 await self._wait()

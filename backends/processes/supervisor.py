@@ -221,11 +221,13 @@ async def call_all(
     commands: Sequence[Command[R]],
     patience_s: float,
     on_loading: OnLoading = ignore_loading,
+    *,
+    agreed: bool = True,
 ) -> R:
     """Have each process do its command. Return the first answer, once every process has answered.
 
     Raises the error that the processes agree on, and ChildDied or ChildBroke as soon as a process will not answer, or
-    has failed by itself.
+    has failed by itself. If errors are not `agreed`, others may wait for the process that fails: the first is raised.
     """
     answers = (
         child.call(command, patience_s, partial(on_loading, child.name))
@@ -238,7 +240,8 @@ async def call_all(
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for call in done:
-                if isinstance(error := call.exception(), (ChildDied, ChildBroke)):
+                error = call.exception()
+                if error is not None and (not agreed or isinstance(error, ChildDied | ChildBroke)):
                     raise error
     errors = [call.exception() for call in calls]
     if len({type(error) for error in errors}) > 1:

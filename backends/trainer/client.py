@@ -264,7 +264,7 @@ class TrainerClient:
 
     async def _load(self, ranks: list[Child]) -> None:
         starts = [commands.Start(spec) for spec in self._replicas.specs()]
-        scores = await call_all(ranks, starts, _START_PATIENCE_S, self._supervisor.on_loading)
+        scores = await call_all(ranks, starts, _START_PATIENCE_S, self._supervisor.on_loading, agreed=False)
         if (first := self._base_scores()).done():
             for difference in first.result().require_same_base(scores, self._spec, "the trainer, started again,"):
                 log.info("%s", difference)

@@ -45,7 +45,7 @@ from tinker_server.commands.doctor import diagnose, report
 from tinker_server.commands.status import Status, runs_table
 from tinker_server.commands.tables import console, keys_table
 from tinker_server.dashboard.rendering import short
-from tinker_server.errors import StartFailed
+from tinker_server.errors import StartDelayed, StartFailed
 from tinker_server.settings import Settings
 from tinker_server.store.database import Database
 from tinker_server.store.directories import link
@@ -241,6 +241,32 @@ def test_weights_that_cannot_be_copied_end_a_backup_and_a_restoration_by_name(
     shutil.rmtree(weights)
     with pytest.raises(StartFailed, match=r"is damaged: \d of \d weight directories are there"):
         asyncio.run(restore(Settings(data_dir=tmp_path / "third"), tmp_path / "backup"))
+
+
+@pytest.mark.parametrize(
+    ("driver", "failure", "said"),
+    [
+        (
+            "+asyncpg",
+            StartDelayed,
+            r"postgresql\+asyncpg://somebody:\*\*\*@127.0.0.1:1/d: .*Connect call failed",
+        ),
+        ("", StartFailed, r"postgresql://somebody:\*\*\*@127.0.0.1:1/d: No module named 'psycopg"),
+    ],
+)
+def test_a_database_that_cannot_be_reached_ends_a_backup_in_one_line(
+    driver: str, failure: type[StartFailed], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    url = f"postgresql{driver}://somebody:secret@127.0.0.1:1/d"
+    with pytest.raises(failure, match=said) as refused:
+        asyncio.run(back_up(Settings(data_dir=tmp_path / "data", database_url=url), tmp_path / "backup"))
+    assert type(refused.value) is failure and not (tmp_path / "backup").exists()
+
+
+def test_doctor_refuses_what_a_server_refuses_of_routing(tiny_vl: Path) -> None:
+    found = examine(BackendConfig(models={"a": str(tiny_vl)}, device="cpu", replay_routing=True))
+    assert found.problem is not None and "none of the models is a mixture of experts" in found.problem
 
 
 def test_an_interrupted_backup_ends_with_the_directory_that_it_links_and_leaves_nothing(

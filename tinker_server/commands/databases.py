@@ -4,16 +4,18 @@ import asyncio
 import os
 import shutil
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from tinker_server.backends.files import write_aside
-from tinker_server.errors import StartFailed
+from tinker_server.errors import StartFailed, start_failure
+from tinker_server.store.reading import UNREADABLE
 
 FILES = {"sqlite": "tinker-server.db", "postgresql": "database.dump"}
 """File name of a copy, by kind of database."""
@@ -42,7 +44,12 @@ async def copy(database_url: str | URL, target: Path) -> set[str]:
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":
         return await asyncio.to_thread(_copy_sqlite, Path(str(url.database)), target)
-    return await _copy_postgresql(url, target)
+    # The dump is of the snapshot of our own transaction, so that both see the same rows.
+    async with _connection(url) as connection:
+        snapshot = await connection.scalar(text("SELECT pg_export_snapshot()"))
+        directories = {str(directory) for query in REFERENCES for directory in await connection.scalars(text(query))}
+        await _run("pg_dump", url, "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
+    return directories
 
 
 async def restore(database_url: str | URL, source: Path) -> None:
@@ -51,14 +58,10 @@ async def restore(database_url: str | URL, source: Path) -> None:
     if url.get_backend_name() == "sqlite":
         await asyncio.to_thread(_place, source, Path(str(url.database)))
         return
-    engine = create_async_engine(url)
-    try:
-        async with engine.connect() as connection:
-            tables = await connection.scalar(
-                text("SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'")
-            )
-    finally:
-        await engine.dispose()
+    async with _connection(url) as connection:
+        tables = await connection.scalar(
+            text("SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'")
+        )
     if tables:
         raise StartFailed(f"the database {url.database} has tables already: restore into an empty one")
     await _run("pg_restore", url, "--no-owner", "--exit-on-error", "--single-transaction", str(source))
@@ -97,19 +100,19 @@ def _copy_sqlite(path: Path, target: Path) -> set[str]:
         copied.close()
 
 
-async def _copy_postgresql(url: URL, target: Path) -> set[str]:
-    """Dump from the snapshot of our own transaction, so that both see the same rows."""
-    engine = create_async_engine(url, isolation_level="REPEATABLE READ")
+@asynccontextmanager
+async def _connection(url: URL) -> AsyncIterator[AsyncConnection]:
+    """Connect to a database of PostgreSQL for a transaction. Raises StartFailed."""
     try:
-        async with engine.connect() as connection:
-            snapshot = await connection.scalar(text("SELECT pg_export_snapshot()"))
-            directories = {
-                str(directory) for query in REFERENCES for directory in await connection.scalars(text(query))
-            }
-            await _run("pg_dump", url, "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
-    finally:
-        await engine.dispose()
-    return directories
+        engine = create_async_engine(url, isolation_level="REPEATABLE READ")
+        try:
+            async with engine.connect() as connection:
+                yield connection
+        finally:
+            await engine.dispose()
+    except UNREADABLE as error:
+        reason = str(error).partition("\n")[0]
+        raise start_failure(f"the database {url.render_as_string()}: {reason}", error) from None
 
 
 async def _run(program: str, url: URL, *arguments: str) -> None:

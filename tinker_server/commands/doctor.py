@@ -157,7 +157,9 @@ def parts(found: Examination) -> Table:
     columns: dict[tuple[tuple[tuple[str, str, str], int], ...], list[int]] = {}
     for gpu, of_gpu in sorted(on_gpu.items()):
         columns.setdefault(tuple(of_gpu.items()), []).append(gpu)
-    names = ["main memory"] if not found.gpus else [f"GPU {', '.join(map(str, gpus))}" for gpus in columns.values()]
+    names = (
+        ["main memory"] if found.device == "cpu" else [f"GPU {', '.join(map(str, gpus))}" for gpus in columns.values()]
+    )
     table = Table("model", "process", "part", *names)
     for key in dict.fromkeys(key for column in columns for key, _ in column):
         sizes = [dict(column).get(key) for column in columns]

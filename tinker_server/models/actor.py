@@ -131,8 +131,8 @@ class Actor:
         return accepted.request_id
 
     async def resume(self, operation: Operation) -> None:
-        """Run an operation that an earlier server left, unless later ones have run: it did not know of this one, whose
-        commit had seemed to fail."""
+        """Run an operation that an earlier server left, unless later ones have run: that server did not know of it, for
+        its commit had seemed to fail."""
         if operation.operation_kind == "unload_model":
             self._queue_unload(operation)
             return

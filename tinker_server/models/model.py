@@ -248,8 +248,8 @@ class Model:
     async def maybe_snapshot(self, operation_kind: str) -> None:
         """Take a snapshot where an operation has made the log too long. It is written while later operations run.
 
-        After an optim_step there is no gradient to write, so that is the time for it. What a failed restoration has made
-        of a model is not the model.
+        After an optim_step there is no gradient to write, so that is the time for it. What a failed restoration has
+        made of a model is not the model.
         """
         if not self.is_in_memory or self.log.is_empty or self.is_writing:
             return

@@ -31,8 +31,8 @@ QUEUE_BYTES = 241 << 20
 """Shared memory that vLLM wants free for a queue between ranks: ten chunks of 24 MiB, and flags. Its queues take memory
 only as they are used."""
 _SHARED = Path("/dev/shm")
-HOLDER_PATIENCE_S = 1800.0
-"""Time in which the weights of an engine must be held. A holder that fails ends its engines."""
+HOLDER_PATIENCE_S = 24 * 3600.0
+"""Time in which the weights of an engine must be held, however slow the disk. A holder that fails ends its engines."""
 MAX_ADAPTERS = 32
 """Adapters held in main memory and in the scratch directory; more only while in use."""
 

@@ -279,6 +279,11 @@ def test_the_hint_makes_a_key_that_the_server_then_has(tmp_path: Path, monkeypat
         require_keys_beyond_loopback(settings, listener)
 
 
+def test_what_is_no_name_of_a_host_is_refused_by_name() -> None:
+    with pytest.raises(StartFailed, match=r"cannot listen on a\.\.b port 8000: .*label empty"):
+        listen("a..b", 8000)
+
+
 @pytest.mark.heavy
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -359,6 +359,9 @@ def test_a_divided_copy_and_slices_that_do_not_divide_its_ranks_are_refused() ->
     """And not suggested where a divided copy does not fit."""
     with pytest.raises(BackendFailed, match=r"the trainer of one divided copy .* has 2 ranks, .* groups of 4 "):
         plan([LARGE], gpus(80, 4), base_copies=1, tensor_parallel=2, context_parallel=4)
+    with pytest.raises(BackendFailed, match=r"the trainer of one divided copy .* has 2 ranks, .* groups of 4 "):
+        on_cpu = BackendConfig(device="cpu", base_copies=1, tensor_parallel=2, context_parallel=4)
+        make_plan([LARGE], on_cpu, Machine(640 * GIB), "cpu")
     config = BackendConfig(base_copies=1, tensor_parallel=2)
     with pytest.raises(BackendFailed, match="too little memory on GPU 0"):
         plan_or_suggest([LARGE], config, gpus(8, 4), "cuda")

@@ -10,11 +10,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.busy_child import Nap
+from tests.busy_child import Nap, Refuse, Work
 from tinker_server.backends.processes import supervisor
 from tinker_server.backends.processes.launcher import launch
 from tinker_server.backends.processes.rpc import Child
-from tinker_server.backends.processes.supervisor import Silence, Supervisor
+from tinker_server.backends.processes.supervisor import Silence, Supervisor, call_all
 from tinker_server.backends.protocol import BackendFailed, Loading, ignore_loading
 
 
@@ -50,6 +50,25 @@ async def group() -> AsyncIterator[Group]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
+
+
+async def test_where_errors_are_not_agreed_the_first_does_not_wait_for_those_who_wait_for_it(group: Group) -> None:
+    """As of a rank that cannot start: the others wait for it, for hours if need be."""
+    first, second = await group.start()
+    with pytest.raises(BackendFailed, match="no weights"):
+        async with asyncio.timeout(5):
+            await call_all([first, second], [Work(100), Refuse()], 200, agreed=False)
+    await asyncio.gather(first.stop(0), second.stop(0))
+
+
+async def test_a_process_that_was_ended_is_not_ended_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of another by then."""
+    first, second = await group.start()
+    await asyncio.gather(first.stop(0), second.stop(0))
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
+    await first.stop(0)
+    assert not killed
 
 
 async def test_when_one_dies_the_others_end_and_the_next_caller_starts_all_again(group: Group) -> None:
