@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinker_server.api_schemas.training import Layout
 from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.protocol import BackendFailed
 
 Process = Literal["trainer", "engine", "holder"]
 
@@ -184,7 +185,7 @@ class Examination:
     patches: Sequence[ExaminedPatch]
     idle: str | None
     """Sentence about the GPUs that the plan leaves idle."""
-    problem: str | None
+    problem: BackendFailed | None
     """Reason why they cannot be served."""
     gpu_limit_bytes: int | None
     """Part of each GPU that may be used, if a setting limits it."""

@@ -85,9 +85,10 @@ def require_ranks(config: BackendConfig) -> None:
     microbatch together."""
     ranks = set_ranks(config) or config.context_parallel
     if ranks > 1 and config.base_precision == "mxfp4":
+        less = "give a single GPU in backend.trainer_gpus" if config.trainer_gpus else "set backend.ranks to 1"
         raise Contradiction(
-            f"base_precision mxfp4 (setting backend.base_precision) is not supported on {ranks} ranks; set"
-            " backend.ranks to 1, or leave base_precision out"
+            f"base_precision mxfp4 (setting backend.base_precision) is not supported on {ranks} ranks; {less}, or leave"
+            " base_precision out"
         )
     if ranks % config.context_parallel:
         raise Contradiction(

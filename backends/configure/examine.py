@@ -62,7 +62,8 @@ def examine(config: BackendConfig, gpus: str | None = None, own: OwnLayout = NO_
     by_directory: dict[Path, FoundModel] = {}
     placed: list[FoundModel] = []
     parts: tuple[MemoryPart, ...] = ()
-    idle = problem = None
+    idle: str | None = None
+    problem: BackendFailed | None = None
     try:
         _find_all(by_directory, config, machine, own)
         if by_directory:
@@ -70,7 +71,7 @@ def examine(config: BackendConfig, gpus: str | None = None, own: OwnLayout = NO_
             plan, placed, idle = plan_models([*by_directory.values()], config, machine)
             parts = plan.parts
     except BackendFailed as error:
-        problem = str(error)
+        problem = error
     return Examination(
         versions=_versions(),
         device=device,

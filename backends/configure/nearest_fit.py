@@ -16,6 +16,8 @@ from tinker_server.backends.protocol import BackendFailed
 
 _CONTEXT_STEP, _LEAST_CONTEXT = 1024, 1024
 _MOST_CARDS = 8
+_NEAR = 0.02
+"""Part by which the memory of a card may differ from that of a known card."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,13 @@ def _larger_cards(machine: Machine) -> Iterator[Suggestion]:
 
 
 def _name(machine: Machine) -> str | None:
-    """Return the known card that the machine's GPUs are, by their memory."""
-
-    def is_near(size_gib: float) -> bool:
-        return abs(size_gib * GIB - machine.gpu_bytes[0]) < 0.02 * size_gib * GIB
-
-    return next((name for name, size_gib in CARDS_GIB.items() if machine.gpu_bytes and is_near(size_gib)), None)
+    """Return the known card that the machine's GPUs are, by memory, then by their name."""
+    if not machine.gpu_bytes:
+        return None
+    own = next(iter(machine.gpu_names), "").replace(" ", "")
+    apart = {name: abs(size_gib * GIB / machine.gpu_bytes[0] - 1) for name, size_gib in CARDS_GIB.items()}
+    near = [name for name, part in apart.items() if part < _NEAR]
+    return min(near, key=lambda name: (name.partition("-")[0] not in own, apart[name]), default=None)
 
 
 def _of_cards(machine: Machine, text: str) -> Machine:

@@ -266,7 +266,7 @@ def test_a_database_that_cannot_be_reached_ends_a_backup_in_one_line(
 
 def test_doctor_refuses_what_a_server_refuses_of_routing(tiny_vl: Path) -> None:
     found = examine(BackendConfig(models={"a": str(tiny_vl)}, device="cpu", replay_routing=True))
-    assert found.problem is not None and "none of the models is a mixture of experts" in found.problem
+    assert "none of the models is a mixture of experts" in str(found.problem)
 
 
 def test_an_interrupted_backup_ends_with_the_directory_that_it_links_and_leaves_nothing(

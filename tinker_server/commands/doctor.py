@@ -10,7 +10,7 @@ from sqlalchemy import URL
 
 from tinker_server.backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch
 from tinker_server.backends.configure.torchvision_check import require_torchvision
-from tinker_server.backends.protocol import NO_RUNS, BackendFailed, OwnLayout
+from tinker_server.backends.protocol import NO_RUNS, OwnLayout
 from tinker_server.commands.tables import show
 from tinker_server.models.admission import MAX_IMAGE_BYTES
 from tinker_server.store.own_layout import bases_of_own_layout
@@ -42,7 +42,7 @@ def diagnose(
     if as_json:
         print(json.dumps(asdict(found), default=str))
         if found.problem is not None:
-            raise BackendFailed(found.problem)
+            raise found.problem
     else:
         report(found, shows_changes=shows_changes)
 
@@ -70,7 +70,7 @@ def report(found: Examination, print_line: Callable[[str], None] = print, *, sho
         print_line(f"{len(found.patches)} changes inside vLLM, transformers and torch fit (--changes lists them)")
     if found.problem is not None:
         print_line(f"not on this machine{would_do(found)}")
-        raise BackendFailed(found.problem)
+        raise found.problem
     verdict = f"all of it can be served{would_do(found)}"
     print_line(verdict if found.models else "no --model was given: nothing else was checked")
 

@@ -369,8 +369,21 @@ def test_a_divided_copy_and_slices_that_do_not_divide_its_ranks_are_refused() ->
 
 def test_several_ranks_for_experts_in_mxfp4_are_refused_before_anything_is_suggested() -> None:
     config = BackendConfig(ranks=2, base_precision="mxfp4")
-    with pytest.raises(Contradiction, match=r"mxfp4 .* is not supported on 2 ranks"):
+    with pytest.raises(Contradiction, match=r"mxfp4 .* is not supported on 2 ranks; set backend.ranks to 1"):
         plan_or_suggest([LARGE], config, gpus(80, 2), "cuda")
+    config = BackendConfig(trainer_gpus=(0, 1), base_precision="mxfp4")
+    with pytest.raises(
+        Contradiction, match=r"mxfp4 .* is not supported on 2 ranks; give a single GPU in "
+    ):
+        plan_or_suggest([LARGE], config, gpus(80, 2), "cuda")
+
+
+@pytest.mark.parametrize("name", ["H100", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "A100"])
+def test_more_cards_are_suggested_of_the_kind_that_is_there(name: str) -> None:
+    """An A100 of 80 GiB has as much memory as an H100 but for 0.1 GiB."""
+    machine = Machine(640 * GIB, [int(79.15 * GIB)], [name])
+    with pytest.raises(BackendFailed, match=r"GPUs \(--gpu " + ("H100" if "H100" in name else "A100") + r":\d\)"):
+        plan_or_suggest([LARGE], BackendConfig(kv_cache_bytes=79 * GIB), machine, "cuda")
 
 
 def test_a_copy_is_divided_by_default_only_where_nothing_else_fits() -> None:
