@@ -372,9 +372,7 @@ def test_several_ranks_for_experts_in_mxfp4_are_refused_before_anything_is_sugge
     with pytest.raises(Contradiction, match=r"mxfp4 .* is not supported on 2 ranks; set backend.ranks to 1"):
         plan_or_suggest([LARGE], config, gpus(80, 2), "cuda")
     config = BackendConfig(trainer_gpus=(0, 1), base_precision="mxfp4")
-    with pytest.raises(
-        Contradiction, match=r"mxfp4 .* is not supported on 2 ranks; give a single GPU in "
-    ):
+    with pytest.raises(Contradiction, match=r"mxfp4 .* is not supported on 2 ranks; give a single GPU in "):
         plan_or_suggest([LARGE], config, gpus(80, 2), "cuda")
 
 
