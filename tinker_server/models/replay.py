@@ -86,7 +86,8 @@ class LogReplay:
                     request = OptimStepRequest.model_validate_json(body)
                     await trainer.optim_step(model, request.adam_params or AdamParams())
                 case "load_weights":
-                    await self._load_weights(LoadWeightsRequest.model_validate_json(body), trainer, model)
+                    loading = LoadWeightsRequest.model_validate_json(body)
+                    await self._load_weights(loading, entry.accepted_at, trainer, model)
                 case kind:
                     raise AssertionError(f"{kind} is not logged")
         except (InvalidInput, ValidationError) as error:
@@ -107,10 +108,15 @@ class LogReplay:
                 return
             raise AssertionError("a step was taken on an incomplete gradient")
 
-    async def _load_weights(self, request: LoadWeightsRequest, trainer: Trainer, model: LoadedModel) -> None:
+    async def _load_weights(
+        self, request: LoadWeightsRequest, accepted_at: float, trainer: Trainer, model: LoadedModel
+    ) -> None:
         checkpoint = await self._checkpoints.find(parse_path(request.path))
         if checkpoint is None:
             raise InvalidInput(f"{request.path} was deleted")
+        if checkpoint.created_at > accepted_at:
+            # What was read is not known to be this: a model of other weights would go on as if nothing were.
+            raise InvalidInput(f"{request.path} was saved anew")
         directory = self._storage.path(loadable_directory(checkpoint, self._storage))
         await trainer.load_state(model, directory, with_optimizer=request.optimizer)
 

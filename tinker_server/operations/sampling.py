@@ -5,7 +5,7 @@ import time
 
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from tinker_server.api_schemas.sampling import SampleRequest, SampleResponse
-from tinker_server.backends.protocol import SamplingTask
+from tinker_server.backends.protocol import InvalidInput, SamplingTask
 from tinker_server.errors import UnknownCheckpoint
 from tinker_server.offload import LARGE, off_loop
 from tinker_server.store.checkpoints import parse_path
@@ -37,10 +37,16 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
             raise UnknownCheckpoint(f"{work.model_path or 'the weights of the sampling session'} were deleted")
         if readable is not None:  # another owner's weights may be published no longer
             await stores.checkpoints.require_readable(parse_path(readable), {owner}, time.time())
-        weights = None if work.directory is None else stores.storage.path(work.directory)
-        response = await base.sampler.sample(
-            SamplingTask.from_request(request, weights, owner, work.operation.request_id)
-        )
+        while True:
+            weights = None if work.directory is None else stores.storage.path(work.directory)
+            task = SamplingTask.from_request(request, weights, owner, work.operation.request_id)
+            try:
+                response = await base.sampler.sample(task)
+                break
+            except InvalidInput:
+                if not await _has_newer_weights(stores, request, work.directory):
+                    raise
+                work.directory = (await stores.samplers.get(str(request.sampling_session_id))).directory
     length = _count_tokens(request.prompt)
     if length is None:
         length = (await off_loop(owner, LARGE, base.check_sample, request)).num_tokens
@@ -49,6 +55,15 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
     sampled = sum(len(sequence.tokens) for sequence in response.sequences)
     work.used = {"prefill": length - cached, "cached_prefill": cached, "sampled": sampled}
     return response
+
+
+async def _has_newer_weights(stores: WeightStores, request: SampleRequest, directory: str | None) -> bool:
+    """Return whether a session has left weights that are deleted by now, as an inflight save does: another engine does
+    not find them, where that of a sample has died."""
+    if request.sampling_session_id is None or directory is None or stores.storage.holds(directory):
+        return False
+    newer = (await stores.samplers.get(request.sampling_session_id)).directory
+    return newer is not None and newer != directory and stores.storage.holds(newer)
 
 
 def _count_tokens(prompt: ModelInput) -> int | None:

@@ -91,7 +91,7 @@ class SamplerStore:
             first = await session.get(SamplingSessionRow, sampler.sampling_session_id)
             if first is None:
                 session.add(SamplingSessionRow(**columns(sampler)))
-                await claim(session, sampler.directory)
+                await claim(session, sampler.directory if sampler.model_path is None else None)
                 return sampler
             known = record(SamplingSession, first)
             if _weights_of(known) != _weights_of(sampler):

@@ -156,11 +156,14 @@ class UploadFolder:
         self.put(upload.model_copy(update={"is_finished": True}))
 
     async def delete_expired(self, now: float) -> None:
-        """Delete the uploads whose links have ended long ago."""
+        """Delete the uploads whose links have ended long ago, unless files of them come or are read."""
         kept = await asyncio.to_thread(self.all)
         expired = [upload.upload_id for upload in kept if upload.expires + KEPT_S < now]
         for upload_id in expired + [name for name in tuple(self._damaged) if self._age_s(name, now) > DAMAGED_KEPT_S]:
-            await asyncio.to_thread(shutil.rmtree, self.path(upload_id), ignore_errors=True)
+            if self.lock_of(upload_id).locked():
+                continue
+            async with self.lock_of(upload_id):
+                await asyncio.to_thread(shutil.rmtree, self.path(upload_id), ignore_errors=True)
             self._damaged.discard(upload_id)
 
     def _age_s(self, upload_id: str, now: float) -> float:

@@ -112,13 +112,17 @@ class Copying:
     async def _write(self, source: Checkpoint, path: TinkerPath, run: TrainingRun, expires_at: float | None) -> None:
         """Copy the files, then record the copy and the run that it belongs to."""
         async with self._storage.writing(*path) as directory:
+            failure = None
             try:
                 await self._storage.copy(source.directory, directory)
             except OSError as error:
-                found = await self._checkpoints.find(parse_path(source.tinker_path))
-                if found is None or found.directory != source.directory:
-                    raise UnknownCheckpoint(f"{source.tinker_path} was deleted meanwhile") from None
-                raise DiskFull(f"the copy cannot be written: {error.strerror or 'the disk is full'}") from error
+                failure = error
+            # A row goes before its files: while they are deleted, some are there to be copied.
+            found = await self._checkpoints.find(parse_path(source.tinker_path))
+            if found is None or found.directory != source.directory:
+                raise UnknownCheckpoint(f"{source.tinker_path} was deleted, or saved anew, while it was copied")
+            if failure is not None:
+                raise DiskFull(f"the copy cannot be written: {failure.strerror or 'the disk is full'}") from failure
             copy = replace(
                 source,
                 tinker_path=str(path),

@@ -26,6 +26,7 @@ class Entry:
     operation_kind: str
     seq_id: int
     content_type: str
+    accepted_at: float
     failure_category: str | None
     """`user` or `server` if it failed."""
 
@@ -38,6 +39,7 @@ async def entries(session: AsyncSession, model_id: str, after: int) -> list[Entr
         Future.kind,
         Future.seq_id,
         Future.request_type,
+        Future.created_at,
         Future.failure_category,
     )
     query = select(*columns).where(Future.lane == model_id, Future.position > after)
