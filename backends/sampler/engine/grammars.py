@@ -11,6 +11,7 @@ import xgrammar
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
+from tinker_server.backends import tasks
 from tinker_server.backends.processes.fair_queue import FairQueue
 from tinker_server.backends.processes.launcher import launch
 from tinker_server.backends.processes.rpc import Child, ChildDied
@@ -67,10 +68,14 @@ class Grammars:
         if len(text) > MAX_BYTES:
             raise InvalidInput(f"response_format: its grammar has {len(text)} characters; {MAX_BYTES} are allowed")
         async with self._queue.grant(owner, kind):
+            if self._child is not None and self._child.died.is_set():  # of a grammar whose chat has ended
+                dead, self._child = self._child, None
+                await dead.stop(grace_s=0)
             if self._child is None:
                 self._child = await self._start()
             try:
-                await self._child.call(TryGrammar(kind, text))
+                # A trial that nobody waits for any longer is its owner's until the process is free.
+                await tasks.to_the_end(self._child.call(TryGrammar(kind, text)))
             except InvalidInput as error:
                 raise InvalidInput(f"response_format: {error}") from None
             except ChildDied:

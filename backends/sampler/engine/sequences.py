@@ -49,8 +49,10 @@ class Sequences:
         """Yield the outputs of a sequence, as many as `params.output_kind` says.
 
         The prompt of the least `priority` is computed first. Cancelling, or closing, takes the sequence out of the
-        engine. Raises InvalidInput where the engine refuses it, BackendFailed where it fails.
+        engine. Raises InvalidInput where the engine refuses it, BackendFailed where it fails. A sequence that fails
+        before its first token, as without the pixels that it was told were there, is begun again.
         """
+        has_begun = False
         try:
             sendings = _SENDINGS if inputs["type"] == "multimodal" else 1
             for last in (False,) * (sendings - 1) + (True,):
@@ -58,7 +60,8 @@ class Sequences:
                 outputs = self._engine.generate(sent, params, request_id, lora_request=lora, priority=priority)
                 async with aclosing(outputs):
                     async for output in outputs:
-                        if output.outputs[0].finish_reason == "error" and not last:
+                        has_begun |= bool(output.outputs[0].token_ids)
+                        if output.outputs[0].finish_reason == "error" and not (last or has_begun):
                             break
                         yield output
                     else:

@@ -81,6 +81,20 @@ async def test_grammars_are_followed_after_one_was_refused(sampler):
     assert json.loads(answer["choices"][0]["message"]["content"])["a"].strip("ab") == ""
 
 
+async def test_a_grammar_whose_chat_has_ended_is_not_anothers(sampler):
+    """The process that tries grammars goes on with it, and ends with it."""
+    await ask(sampler, max_tokens=1, response_format=schema(pattern("^[ab]{2}$")))
+    hostile = asyncio.create_task(
+        ask(sampler, "hostile", max_tokens=5, response_format=schema(ENDLESS["many properties"]))
+    )
+    await asyncio.sleep(1.5)
+    hostile.cancel()
+    answer = await ask(sampler, "other", max_tokens=1, response_format=schema(pattern("^[ab]{3}$")))
+    assert answer["choices"]
+    with pytest.raises(asyncio.CancelledError):
+        await hostile
+
+
 async def test_a_grammar_that_no_text_follows_is_refused_by_name(sampler):
     with pytest.raises(InvalidInput, match="response_format"):
         await ask(sampler, max_tokens=5, response_format=schema({"type": "string", "minLength": 5, "maxLength": 2}))
