@@ -18,6 +18,7 @@ from pathlib import Path
 
 from sqlalchemy import URL
 
+from tinker_server.backends import tasks
 from tinker_server.backends.files import flush, write_aside
 from tinker_server.commands import databases
 from tinker_server.errors import StartFailed
@@ -126,11 +127,8 @@ def _present(root: Path) -> list[str]:
 
 async def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
     for directory in directories:
-        linking = asyncio.create_task(asyncio.to_thread(_link_directory, source / directory, target / directory))
-        try:
-            await asyncio.shield(linking)
-        finally:
-            await asyncio.wait([linking])  # an interruption does not end a thread, and the target is removed then
+        # An interruption does not end a thread, and the target is removed then.
+        await tasks.to_the_end(asyncio.to_thread(_link_directory, source / directory, target / directory))
 
 
 def _link_directory(source: Path, target: Path) -> None:
