@@ -44,9 +44,10 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
                 response = await base.sampler.sample(task)
                 break
             except InvalidInput:
-                if not await _has_newer_weights(stores, request, work.directory):
+                newer = await _newer_directory(stores, request, work.directory)
+                if newer is None:
                     raise
-                work.directory = (await stores.samplers.get(str(request.sampling_session_id))).directory
+                work.directory = newer
     length = _count_tokens(request.prompt)
     if length is None:
         length = (await off_loop(owner, LARGE, base.check_sample, request)).num_tokens
@@ -57,13 +58,13 @@ async def sample(stores: WeightStores, _: object, work: Work[SampleRequest]) -> 
     return response
 
 
-async def _has_newer_weights(stores: WeightStores, request: SampleRequest, directory: str | None) -> bool:
-    """Return whether a session has left weights that are deleted by now, as an inflight save does: another engine does
-    not find them, where that of a sample has died."""
+async def _newer_directory(stores: WeightStores, request: SampleRequest, directory: str | None) -> str | None:
+    """Return the weights of a session that has left those of a directory, as an inflight save does, if these are
+    deleted by now: another engine does not find them, where that of a sample has died."""
     if request.sampling_session_id is None or directory is None or stores.storage.holds(directory):
-        return False
+        return None
     newer = (await stores.samplers.get(request.sampling_session_id)).directory
-    return newer is not None and newer != directory and stores.storage.holds(newer)
+    return newer if newer is not None and newer != directory and stores.storage.holds(newer) else None
 
 
 def _count_tokens(prompt: ModelInput) -> int | None:
