@@ -344,8 +344,9 @@ class _Search:
         if self._device == "cpu":
             parallel_ranks = config.tensor_parallel or 1
             fewest = parallel_ranks if self._divides(parallel_ranks) else config.context_parallel
-            if (config.ranks or fewest) % config.context_parallel == 0:
-                yield config.ranks or fewest, parallel_ranks, False
+            num_ranks = config.ranks or fewest
+            if num_ranks % config.context_parallel == 0:
+                yield num_ranks, parallel_ranks, False
             return
         fixed = set_ranks(config)
         step = config.context_parallel

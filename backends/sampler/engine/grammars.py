@@ -69,8 +69,7 @@ class Grammars:
             raise InvalidInput(f"response_format: its grammar has {len(text)} characters; {MAX_BYTES} are allowed")
         async with self._queue.grant(owner, kind):
             if self._child is not None and self._child.died.is_set():  # of a grammar whose chat has ended
-                dead, self._child = self._child, None
-                await dead.stop(grace_s=0)
+                await self._drop(self._child)
             if self._child is None:
                 self._child = await self._start()
             try:
@@ -79,9 +78,12 @@ class Grammars:
             except InvalidInput as error:
                 raise InvalidInput(f"response_format: {error}") from None
             except ChildDied:
-                dead, self._child = self._child, None
-                await dead.stop(grace_s=0)
+                await self._drop(self._child)
                 raise InvalidInput(f"response_format: its grammar {_TOOK_TOO_LONG}") from None
+
+    async def _drop(self, dead: Child) -> None:
+        self._child = None
+        await dead.stop(grace_s=0)
 
     async def _start(self) -> Child:
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
