@@ -12,6 +12,8 @@ BasePrecision = Literal["fp8", "mxfp4"]
 ENGINE_GRAPHS_BYTES = 7 << 28
 """Bytes that an engine's captured CUDA graphs take of its part of a GPU: 1.54 GiB on an H100, with 8 layers of a dense
 model of 4 billion."""
+MAX_SUMMED_RANK = 256
+"""Summed ranks of a microbatch's models: above, they cost more than another microbatch (on an H200)."""
 ENGINE_TOKENS = 8192
 """Tokens of an engine's step on CUDA, unless its GPUs are small."""
 DRAWN_TOKENS = 1
@@ -81,6 +83,8 @@ class ModelSpec(BaseModelInfo):
     max_tokens_per_microbatch: int
     shares_microbatches: bool = False
     """True if datums of several models may be computed in the same microbatch."""
+    summed_lora_rank: int = MAX_SUMMED_RANK
+    """To which the ranks of such models may sum: memory is planned for it."""
     stable_reinforce: str | None = None
     max_concurrent_samples: int
     engine_tokens: int = ENGINE_TOKENS

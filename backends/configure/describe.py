@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.fp8_parts import Fp8Parts
-from tinker_server.backends.configure.memory_plan import Demand, Machine, MemoryPlan
+from tinker_server.backends.configure.memory_plan import Demand, Machine, MemoryPlan, total_rank
 from tinker_server.backends.configure.model_size import ModelSize, model_size
 from tinker_server.backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from tinker_server.backends.configure.placement import (
@@ -137,6 +137,7 @@ def _place(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelS
         model.spec,
         max_context_length=demand.context,
         max_lora_rank=demand.lora_rank,
+        summed_lora_rank=total_rank(demand),
         adapter_slots=demand.adapter_slots,
         max_concurrent_samples=demand.max_sequences,
         engine_tokens=demand.engine_tokens,

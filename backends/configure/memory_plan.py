@@ -14,11 +14,10 @@ from itertools import chain
 from tinker_server.backends.config import MemoryPart, Process
 from tinker_server.backends.configure.model_size import ModelSize
 from tinker_server.backends.configure.small_cards import LARGEST_IMAGE_TOKENS
-from tinker_server.backends.model_spec import ENGINE_GRAPHS_BYTES, ENGINE_TOKENS
+from tinker_server.backends.model_spec import ENGINE_GRAPHS_BYTES, ENGINE_TOKENS, MAX_SUMMED_RANK
 from tinker_server.backends.trainer.lora.adapters import buffer_rank
 from tinker_server.backends.trainer.model.recompute import MARGIN
 from tinker_server.backends.trainer.optimizer import TRIED_AT_ONCE
-from tinker_server.backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
 GIB = 1 << 30
 TRAINER_CONTEXT_BYTES = 3 << 28
@@ -176,9 +175,8 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     """Return the least parts of each of so many trainer ranks."""
     parts = {"base": _rank_base_bytes(size, num_ranks, replicates)}
     parts["adapters"] = demand.models_at_once * adapter_bytes(size, demand.lora_rank, num_ranks)
-    widths = buffer_widths(demand, device)
-    width_bytes = size.adapter_numbers(sum(widths)) * (size.number_bytes + _GRADIENT_BYTES)
-    parts["adapters of microbatches"] = width_bytes
+    width = demand.lora_rank if device == "cpu" else buffer_rank(total_rank(demand), demand.lora_rank)
+    parts["adapters of microbatches"] = size.adapter_numbers(width) * (size.number_bytes + _GRADIENT_BYTES)
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
@@ -210,13 +208,9 @@ def adapter_bytes(size: ModelSize, rank: int, num_ranks: int) -> int:
     return shards + numbers * _GRADIENT_BYTES + (numbers * size.number_bytes if num_ranks > 1 else 0)
 
 
-def buffer_widths(demand: Demand, device: str) -> list[int]:
-    """Return the summed ranks for which a trainer has made buffers in the end (`Adapters.load`)."""
-    if device == "cpu":
-        return [demand.lora_rank]
-    sums = [count * demand.lora_rank for count in range(1, demand.models_at_once + 1)]
-    fitting = [rank for rank in sums if rank <= max(MAX_SUMMED_RANK, demand.lora_rank)]
-    return sorted({buffer_rank(rank, demand.lora_rank) for rank in (0, *fitting)})
+def total_rank(demand: Demand) -> int:
+    """Return to what the ranks of a microbatch's models may sum."""
+    return max(demand.lora_rank, min(demand.models_at_once * demand.lora_rank, MAX_SUMMED_RANK))
 
 
 def least_activation_bytes(size: ModelSize, demand: Demand) -> int:

@@ -97,7 +97,9 @@ class BaseModel:
         own = own_logprobs(root, self.renderer, world.device)
         keep_in_float32(model)
         pack_linear_attention(model.get_decoder())
-        self.weights = Adapters(model, modules, config.max_lora_rank, world, base_layout=config.lora_layout)
+        self.weights = Adapters(
+            model, modules, config.max_lora_rank, world, config.lora_layout, config.summed_lora_rank
+        )
         self.files = LoraFiles(config.name, getattr(torch, config.dtype), world, self.snapshots)
         self.vision: ImageEncoder | None = None
         if family.vision is not None:

@@ -226,7 +226,7 @@ class TrainerRank:
         fitting = [request for request in requests if not (request.backward and request.model in self._offloaded)]
         if fitting and requests[0].number not in failures:
             most = min(self._max_tokens, self._fitting_tokens)
-            chosen = choose_microbatches(fitting, most)
+            chosen = choose_microbatches(fitting, most, self._config.summed_lora_rank)
             computed = tuple({member.number for members in chosen for member in members})
             failures |= {request.number: error for request, error in self._training_step.compute(chosen).items()}
             if self.base.whole_below is None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tinker_server.api_schemas.training import Layout, Trainable
 from tinker_server.backends.families.family import LoraFlag
 from tinker_server.backends.kernels.pinned_copy import to_device
+from tinker_server.backends.model_spec import MAX_SUMMED_RANK
 from tinker_server.backends.protocol import InvalidInput
 from tinker_server.backends.trainer.distributed import ALONE, World
 from tinker_server.backends.trainer.lora.linear import ALPHA, TokenScales
@@ -31,18 +32,20 @@ from tinker_server.backends.trainer.lora.target_modules import replace_modules
 class Adapters:
     """Puts LoRA into a model's linears, makes models, and loads those of a microbatch."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - three are settings
         self,
         model: PreTrainedModel,
         modules: Mapping[LoraFlag, list[str]],
         max_rank: int,
         world: World = ALONE,
         base_layout: Layout = "own",
+        summed_rank: int = MAX_SUMMED_RANK,
     ) -> None:
         """Replace linears and experts in place; before the model is sharded, which goes by its modules.
 
         `modules` are the full names of those that each of a request's flags trains; `world` shares every model's
-        masters. The base alone computes as with models of `base_layout`.
+        masters. The base alone computes as with models of `base_layout`. On a GPU, memory is taken for models whose
+        ranks sum to `summed_rank`, once.
         """
         self._base_layout = base_layout
         self._max_rank = max_rank
@@ -55,8 +58,10 @@ class Adapters:
         self.gradient_dtype = torch.promote_types(self._dtype, torch.float32)
         self._rank_slices: list[slice] = []
         self._loaded: list[Buffers] = []
-        self._buffers: dict[tuple[int, int], Buffers] = {}
-        """Buffers by group and R. On a GPU they stay: compiled code and graphs hold their addresses."""
+        self._buffers: dict[int, Buffers] = {}
+        """The largest buffers by group: those of each R begin at the same addresses. On a GPU they stay: compiled code
+        and graphs hold their addresses."""
+        self._largest_width = 0 if self._device.type == "cpu" else buffer_rank(summed_rank, max_rank)
         self._layouts = frozenset(group.layout for group in self._groups if group.layout is not None)
         self._loaded_as: tuple[int, frozenset[Layout]] | None = None
         model.get_input_embeddings().register_forward_hook(_want_gradient)
@@ -122,16 +127,16 @@ class Adapters:
 
     def _bind(self, width: int, layouts: frozenset[Layout]) -> None:
         """Have all matrices compute with buffers of rank `width`; of 0 those of other layouts."""
-        if self._device.type == "cpu":
-            self._buffers.clear()
-        loaded = []
-        for index, group in enumerate(self._groups):
-            key = (index, width if group.layout in (None, *layouts) else 0)
-            if key not in self._buffers:
-                self._buffers[key] = Buffers.zeros(group, key[1], self._dtype, self._device)
-            loaded.append(self._buffers[key])
-        self._loaded, self._loaded_as = loaded, (width, layouts)
-        for buffers in loaded:
+        assert self._device.type == "cpu" or width <= self._largest_width, "compiled code holds the addresses"
+        widths = [width if group.layout in (None, *layouts) else 0 for group in self._groups]
+        self._buffers |= {  # all of them or, if the memory is full, none
+            index: Buffers.zeros(group, max(width, self._largest_width) if width else 0, self._dtype, self._device)
+            for index, (group, width) in enumerate(zip(self._groups, widths, strict=True))
+            if index not in self._buffers or self._buffers[index].width < width
+        }
+        self._loaded = [self._buffers[index].narrow(width) for index, width in enumerate(widths)]
+        self._loaded_as = width, layouts
+        for buffers in self._loaded:
             buffers.bind()
 
     @property
@@ -192,7 +197,7 @@ def buffer_rank(summed: int, largest: int) -> int:
     """Return R of the buffers for models whose ranks sum to `summed`, on a GPU that takes models up to a largest rank.
 
     R is a power of two, and at least 16 or, where the largest rank is above, 32: code and graphs are compiled for each
-    R, and buffers stay.
+    R.
     """
     return 1 << (max(summed, 16, min(largest, 32)) - 1).bit_length()
 
@@ -220,6 +225,19 @@ class Buffers:
                 for kind in (dtype, wide)
                 for length, size in (of_a, of_b)
             ),
+        )
+
+    @property
+    def width(self) -> int:
+        """R."""
+        return self.a_LRI.shape[1]
+
+    def narrow(self, width: int) -> "Buffers":
+        """Return buffers of a smaller R in the same memory, from its beginning."""
+        parts = ((tensor, tensor.shape[0], tensor.shape[2]) for tensor in self._all())
+        return Buffers(
+            self.group,
+            *(tensor.view(-1)[: count * width * size].view(count, width, size) for tensor, count, size in parts),
         )
 
     def clear(self) -> None:

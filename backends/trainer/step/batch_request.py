@@ -21,8 +21,6 @@ from tinker_server.backends.trainer.model.shared_prefixes import Prefixes, Trie,
 from tinker_server.backends.trainer.step.losses import LOSSES, metrics
 from tinker_server.backends.trainer.step.validation import loss_config
 
-MAX_SUMMED_RANK = 256
-"""Summed ranks of a microbatch's models: above, they cost more than another microbatch (on an H200)."""
 SHARING_OFF = "sharing_off:max"
 """A metric of value 1: during the request the trainer found that sharing gives other numbers, and ended it."""
 _MOST_TARGETS = 4096
@@ -214,26 +212,27 @@ def plan_batch(batch: CheckedBatch, side_by_side: int, max_tokens: int, longest:
     return [[sorted(index for unit in part for index in units[unit][0]) for part in step] for step in plan]
 
 
-def choose_microbatches(requests: Sequence[BatchRequest], max_tokens: int) -> list[Members]:
+def choose_microbatches(requests: Sequence[BatchRequest], max_tokens: int, max_rank: int) -> list[Members]:
     """Choose each rank's next microbatch: what the first request has planned, and as far as there is room what the
-    others have left, in their order."""
+    others have left, in their order. The ranks of a microbatch's models sum to `max_rank` at most, if it is not the
+    first's alone."""
     first = requests[0]
     chosen: list[Members] = [{first: indices} if indices else {} for indices in first.next_parts]
     used = [first.num_tokens(members.get(first, ())) for members in chosen]
     for other in requests[1:]:
         if first.exclusive or other.exclusive or other.backward != first.backward:
             continue
-        _fill(chosen, used, other, max_tokens)
+        _fill(chosen, used, other, max_tokens, max_rank)
     return chosen
 
 
-def _fill(chosen: Sequence[Members], used: list[int], other: BatchRequest, max_tokens: int) -> None:
+def _fill(chosen: Sequence[Members], used: list[int], other: BatchRequest, max_tokens: int, max_rank: int) -> None:
     """Add to the ranks' microbatches, which have `used` tokens, what fits of another request, evenly."""
     left = other.left
     ranks = [
         rank
         for rank, members in enumerate(chosen)
-        if sum(member.model.config.rank for member in {**members, other: []}) <= MAX_SUMMED_RANK
+        if sum(member.model.config.rank for member in {**members, other: []}) <= max_rank
     ]
     while left and ranks:
         rank = min(ranks, key=used.__getitem__)

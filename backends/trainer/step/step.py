@@ -77,8 +77,6 @@ class TrainingStep:
         if self._base.vision is not None:  # the next images are decoded while the device computes
             rank = self._world.microbatch
             prefetch(self._base, self._world, {one: one.next_on(rank, members.get(one, ())) for one in requests})
-        if self._base.memory is not None and backward:
-            self._base.memory.prepare(self._num_recomputed_layers(self._base.memory, chosen))
         parts = [
             Part(request, indices, rendered[request.number], request.trie(indices))
             for request, indices in members.items()
@@ -111,6 +109,8 @@ class TrainingStep:
         """Pack, forward, loss, backward. Return [P, 9]: what `losses.observe` gives for each request. Raises
         SharingDiffers."""
         packed = agreed(lambda: self._pack(parts, models), self._world)
+        if self._base.memory is not None and torch.is_grad_enabled():  # once the buffers of a new summed rank are there
+            self._base.memory.prepare(self._num_recomputed_layers(self._base.memory, chosen))
         if self._base.is_coupled:
             computed = self._forward_backward(parts, packed)
         else:

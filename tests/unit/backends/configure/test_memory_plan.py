@@ -208,7 +208,7 @@ def test_slots_and_models_are_as_many_as_there_is_room_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "rank", "models", "slots"), [(139, 128, 6, 6), (96, 128, 2, 2), (90, 32, 1, 4), (80, 32, 1, 1)]
+    ("gib", "rank", "models", "slots"), [(139, 128, 7, 7), (96, 128, 2, 2), (90, 32, 1, 4), (80, 32, 1, 1)]
 )
 def test_the_largest_rank_is_128_where_two_models_of_it_fit_and_64_where_four_do(
     gib: int, rank: int, models: int, slots: int

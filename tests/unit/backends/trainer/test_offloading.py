@@ -124,6 +124,19 @@ def test_a_microbatch_that_was_planned_is_tried_though_memory_has_become_short(s
     assert rank._bring_back(rank.models["a"], 120) == LONGEST
 
 
+def test_layers_that_recompute_are_chosen_once_the_models_buffers_are_there(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a new summed rank take what was thought to be free."""
+    rank = two_models(source)
+    rank.base.memory = Card(rank)
+    widths = []
+    monkeypatch.setattr(Card, "prepare", lambda *_: widths.append({one.width for one in rank.base.weights._loaded}))
+    for name in "ab":
+        forward_backward(rank, name, batch(source, 1, (40,)))
+    assert widths == [{8}, {6}]
+
+
 def test_a_datum_that_is_too_long_for_an_empty_card_is_refused_and_offloads_nothing(source: Path) -> None:
     rank = two_models(source)
     rank.base.memory = card = Card(rank)

@@ -13,7 +13,7 @@ from tests.factories import present
 from tinker_server.api_schemas.training import Trainable
 from tinker_server.backends.families.logits import LogitTransform
 from tinker_server.backends.families.lora_names import decoder_modules
-from tinker_server.backends.trainer.lora.adapters import Adapters
+from tinker_server.backends.trainer.lora.adapters import Adapters, Buffers
 from tinker_server.backends.trainer.lora.linear import ALPHA
 from tinker_server.backends.trainer.model import token_logprobs
 
@@ -73,6 +73,41 @@ def test_models_of_one_microbatch_get_what_peft_gives_each_alone(model):
         assert adapter.gradients.keys() == parameters.keys()
         for name, gradient in adapter.gradients.items():
             torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-9, atol=1e-12)
+
+
+def test_buffers_of_each_summed_rank_begin_at_the_same_addresses_on_a_gpu(model):
+    """Compiled code and graphs hold them; and memory is taken once."""
+    adapters = Adapters(model, decoder_modules(model), max_rank=8, summed_rank=24)
+    adapters._largest_width = 32  # as on a GPU
+    made = [perturbed(adapters.create(config), seed) for seed, config in enumerate(CONFIGS)]
+    found = []
+    for models in (made[:1], made, made[2:]):
+        adapters.load(models)
+        buffers = [tensor for buffers in adapters._loaded for tensor in buffers._all()]
+        assert all(tensor.is_contiguous() for tensor in buffers)
+        found.append([tensor.data_ptr() for tensor in buffers])
+    assert found[0] == found[1] == found[2]
+    assert {buffers.width for buffers in adapters._buffers.values()} == {32}
+
+
+def test_buffers_for_which_there_is_no_memory_leave_none_behind(model, monkeypatch):
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    small, large = (adapters.create(config) for config in (CONFIGS[2], CONFIGS[0]))
+    adapters.load([small])
+    zeros, made = Buffers.zeros, []
+
+    def fail_at_the_third(*given):
+        made.append(given)
+        if len(made) == 3:
+            raise torch.OutOfMemoryError
+        return zeros(*given)
+
+    before = dict(adapters._buffers)
+    monkeypatch.setattr(Buffers, "zeros", fail_at_the_third)
+    with pytest.raises(torch.OutOfMemoryError):
+        adapters.load([large])
+    assert len(made) == 3
+    assert adapters._buffers == before
 
 
 def test_an_adapter_that_overflows_does_not_change_its_batch_mates(model):

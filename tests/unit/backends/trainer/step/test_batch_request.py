@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinker_server.backends.trainer.model.shared_prefixes import Prefixes
-from tinker_server.backends.trainer.step.batch_request import MAX_SUMMED_RANK, choose_microbatches
+from tinker_server.backends.trainer.step.batch_request import choose_microbatches
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Waiting:
 
 def chosen(first: Waiting, *others: Waiting, max_tokens: int) -> list[list[list[int]]]:
     """By rank, the datums of each request."""
-    found: Any = choose_microbatches([first, *others], max_tokens)  # type: ignore[list-item]
+    found: Any = choose_microbatches([first, *others], max_tokens, 64)  # type: ignore[list-item]
     return [[members.get(one, []) for one in (first, *others)] for members in found]
 
 
@@ -63,7 +63,7 @@ def test_datums_that_wait_fill_the_emptiest_ranks_evenly(own: list[int], lengths
 
 
 def test_models_whose_ranks_would_sum_to_too_much_stay_apart() -> None:
-    first = Waiting([10], [[0]], lora_rank=MAX_SUMMED_RANK - 8)
+    first = Waiting([10], [[0]], lora_rank=56)
     large, small = Waiting([10], lora_rank=16), Waiting([10], lora_rank=8)
     assert chosen(first, large, small, max_tokens=1000) == [[[0], [], [0]]]
 
