@@ -191,3 +191,5 @@ class Examination:
     """Part of each GPU that may be used, if a setting limits it."""
     fitting: Sequence[FittingCards]
     """Cards that would do, by context; empty without models."""
+    cluster: bool = False
+    """True if other machines may join."""

@@ -102,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     routing_help = "mixtures of experts train on samples with the sampler's choice of experts (the trainer's own)"
     models.add_argument("--replay-routing", action="store_true", default=None, help=routing_help)
+    cluster_help = "let other machines join, which sample and train too (off)"
+    models.add_argument("--cluster", action="store_true", default=None, help=cluster_help)
     commands = parser.add_subparsers(dest="command", required=True)
     settings_help = (
         "Other settings: a TOML file (--config), or variables TINKER_SERVER_NAME. docs/settings.md has them all."
@@ -111,8 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     serving.add_argument("--host", help="address to listen on (127.0.0.1); addresses beyond loopback need API keys")
     serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
-    cluster_help = "let other machines join, which sample and train too (off)"
-    serving.add_argument("--cluster", action="store_true", default=None, help=cluster_help)
     serving.add_argument("--cluster-address", help="address by which other machines reach this one (its own)")
     port_help = "port at which other machines join; Ray takes the two behind it (8100)"
     serving.add_argument("--cluster-port", type=int, help=port_help)

@@ -8,7 +8,6 @@ from functools import partial
 from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Node, StartThere
 from tinker_server.backends.cluster.offer import Offer
-from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.gpus import smallest_gpu
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.protocol import BackendFailed
@@ -17,20 +16,6 @@ from tinker_server.backends.sampler.pool import SamplerPool
 
 SAME_GPU = 0.98
 """Part of a GPU's memory that another of the same kind may have less."""
-
-
-def require_possible(config: BackendConfig) -> None:
-    """Raise BackendFailed if a setting needs what a cluster does not have."""
-    for is_set, name, why in (
-        (
-            config.replay_routing,
-            "replay_routing",
-            "the trainer reads the routing that engines record from its own disk",
-        ),
-        (config.gpu_memory_bytes is not None, "gpu_memory_bytes", "GPUs of other machines are planned as a whole"),
-    ):
-        if is_set:
-            raise BackendFailed(f"setting backend.{name} does not go with backend.cluster: {why}; turn one of them off")
 
 
 class RemoteEngines:

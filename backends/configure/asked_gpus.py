@@ -28,6 +28,22 @@ def may_divide(config: BackendConfig) -> bool:
     return same and config.engines in (None, 1) and not config.cluster
 
 
+def require_for_cluster(config: BackendConfig) -> None:
+    """Raise Contradiction if there is a cluster, and a setting needs what it does not have."""
+    for is_set, name, why in (
+        (
+            config.replay_routing,
+            "replay_routing",
+            "the trainer reads the routing that engines record from its own disk",
+        ),
+        (config.gpu_memory_bytes is not None, "gpu_memory_bytes", "GPUs of other machines are planned as a whole"),
+    ):
+        if config.cluster and is_set:
+            raise Contradiction(
+                f"setting backend.{name} does not go with backend.cluster: {why}; leave one of them out"
+            )
+
+
 def require_gpus(config: BackendConfig, num_gpus: int) -> None:
     """Raise Contradiction if there is no GPU, or settings name more than there are."""
     if num_gpus == 0:
@@ -38,26 +54,27 @@ def require_gpus(config: BackendConfig, num_gpus: int) -> None:
     for name, gpus in (("trainer_gpus", config.trainer_gpus), ("sampler_gpus", config.sampler_gpus)):
         if gpus and (len(set(gpus)) < len(gpus) or not set(gpus) <= set(range(num_gpus))):
             raise Contradiction(
-                f"{','.join(map(str, gpus))} (setting backend.{name}): give different numbers from 0 to {num_gpus - 1};"
-                f" torch sees {num_gpus} GPUs"
+                f"{','.join(map(str, gpus))} (setting backend.{name}): give different numbers from 0 to {num_gpus - 1}"
             )
     trainer_gpus = len(config.trainer_gpus) if config.trainer_gpus else num_gpus
     ranks = set_ranks(config) or config.context_parallel
     if trainer_gpus < ranks:
+        setting = "ranks" if config.ranks else "context_parallel"
         raise Contradiction(
-            f"{ranks} ranks on CUDA need as many GPUs; torch sees {num_gpus}, trainers may use {trainer_gpus}"
+            f"{ranks} ranks (setting backend.{setting}) on CUDA need as many GPUs; the machine has {num_gpus}, trainers"
+            f" may use {trainer_gpus}"
         )
     if config.trainer_gpus and ranks != trainer_gpus:
         raise Contradiction(
-            f"{ranks} ranks (setting backend.ranks) on the {trainer_gpus} GPUs of backend.trainer_gpus: give only one"
-            " of them, or equal numbers"
+            f"backend.ranks is {ranks}, and backend.trainer_gpus names GPUs for {trainer_gpus}: give only one of them,"
+            " or equal numbers"
         )
     engines, size = config.engines or 1, config.tensor_parallel or 1
     sampler_gpus = len(config.sampler_gpus) if config.sampler_gpus else num_gpus
     if engines * size > sampler_gpus:
         raise Contradiction(
-            f"{engines} engines (setting backend.engines) of {size} ranks (setting backend.tensor_parallel) need"
-            f" {engines * size} GPUs; torch sees {num_gpus}, engines may use {sampler_gpus}"
+            f"{engines} x {size} ranks of engines (settings backend.engines, backend.tensor_parallel) need"
+            f" {engines * size} GPUs; the machine has {num_gpus}, engines may use {sampler_gpus}"
         )
 
 
@@ -92,6 +109,7 @@ def require_ranks(config: BackendConfig) -> None:
         )
     if ranks % config.context_parallel:
         raise Contradiction(
-            f"{ranks} ranks (setting backend.ranks, or one for each of backend.trainer_gpus) cannot be divided into"
-            f" groups of {config.context_parallel} (setting backend.context_parallel): give a multiple of it"
+            f"{ranks} rank{'s' if ranks > 1 else ''} (setting backend.ranks, or one for each of backend.trainer_gpus)"
+            f" cannot be divided into groups of {config.context_parallel} (setting backend.context_parallel): give a"
+            " multiple of it"
         )

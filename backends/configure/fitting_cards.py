@@ -16,12 +16,12 @@ _SHORT_CONTEXT = 16384
 
 
 def fitting_cards(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine) -> list[FittingCards]:
-    """Return the cards for the context that is asked for, else the models' own; and for a shorter context if others do.
+    """Return the cards for the context that is asked for, at most the models' own; and for a shorter one if others do.
 
     `sizes` are those on CUDA. Empty if no card does.
     """
     own = max(size.longest_context for size in sizes)
-    longest = config.max_context_length or min(own, CONTEXTS["cuda"][0])
+    longest = min(own, config.max_context_length or CONTEXTS["cuda"][0])
     found = [
         FittingCards(context, tuple(_smallest(sizes, config, machine, context)))
         for context in sorted({longest, min(longest, _SHORT_CONTEXT)}, reverse=True)

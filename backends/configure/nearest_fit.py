@@ -1,16 +1,18 @@
 """Plan the models' memory; if they do not fit, name the nearest settings and cards with which they would."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.asked_gpus import Contradiction
 from tinker_server.backends.configure.gpus import CARDS_GIB, cards
 from tinker_server.backends.configure.memory_plan import GIB, Machine, MemoryPlan
 from tinker_server.backends.configure.model_size import ModelSize
-from tinker_server.backends.configure.placement import CONTEXTS, LORA_RANKS, make_plan
+from tinker_server.backends.configure.placement import CONTEXTS, LORA_RANKS, make_plan, whole_context_bytes
 from tinker_server.backends.model_spec import Device
 from tinker_server.backends.protocol import BackendFailed
 
@@ -18,6 +20,13 @@ _CONTEXT_STEP, _LEAST_CONTEXT = 1024, 1024
 _MOST_CARDS = 8
 _NEAR = 0.02
 """Part by which the memory of a card may differ from that of a known card."""
+_COUNTS = {
+    *("max_context_length", "max_lora_rank", "models_at_once", "context_parallel"),
+    *("kv_cache_bytes", "gpu_memory_bytes"),
+}
+"""Settings that models' sizes do not depend on."""
+_NOT_LEFT_OUT = {"models", "device", "scratch_dir", "cluster_token_file"}
+"""Settings without which it would be another question, or that no plan depends on."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,8 @@ class Suggestion:
     """A change of settings, or other GPUs, with which the models fit."""
 
     flag: str
-    """The command line's."""
-    settings: dict[str, int | str]
+    """The command line's, or the names of settings to leave out."""
+    settings: dict[str, Any]
     gpus: str | None = None
 
 
@@ -47,7 +56,10 @@ def plan_or_suggest(
         raise
     except BackendFailed as error:
         found = suggestions(sizes, config, machine, device, resize)
-        flags = " or ".join(suggestion.flag for suggestion in found) or "nothing nearer than a smaller model"
+        less = "a smaller model" if len(sizes) == 1 else "fewer or smaller models"
+        flags = (
+            " or ".join(suggestion.flag for suggestion in found) or f"nothing nearer than {less}, or several changes"
+        )
         raise BackendFailed(f"{error}; nearest that fits: {flags}") from None
 
 
@@ -62,13 +74,14 @@ def idle_gpus(plan: MemoryPlan, config: BackendConfig) -> str | None:
 def suggestions(
     sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, resize: Resize | None = None
 ) -> list[Suggestion]:
-    """Return each single change that is enough, the smallest of its kind."""
+    """Return each single change that is enough, the smallest of its kind; and the settings to leave out where nothing
+    else mends them."""
 
     def fits(suggestion: Suggestion) -> bool:
         changed = config.model_copy(update=suggestion.settings)
         on = machine if suggestion.gpus is None else _of_cards(machine, suggestion.gpus)
         try:
-            changed_sizes = resize(changed) if resize and "base_precision" in suggestion.settings else sizes
+            changed_sizes = sizes if resize is None or suggestion.settings.keys() <= _COUNTS else resize(changed)
             make_plan(changed_sizes, changed, on, device)
         except BackendFailed:
             return False
@@ -81,6 +94,8 @@ def suggestions(
     for less_and_less in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config, machine)):
         nearest = bisect_left(less_and_less, True, key=fits)
         found += less_and_less[nearest : nearest + 1]
+    found += islice(filter(fits, _larger_caches(sizes, config, device)), 1)
+    found += _removals(config, found, fits)
     if device == "cuda":
         larger = _larger_cards(machine)
         if config.gpu_memory_bytes is not None:
@@ -94,8 +109,7 @@ def suggestions(
 def _copies(config: BackendConfig, device: Device) -> list[Suggestion]:
     """Suggest a shared copy of the base, which takes nothing from anybody, or a divided one in fp8. On the CPU the plan
     counts the same for both."""
-    is_apart = config.base_copies == 2 or (config.base_copies is None and config.base_precision == "fp8")
-    can_share = device == "cuda" and is_apart
+    can_share = device == "cuda" and config.base_copies != 1
     return [Suggestion("--base-copies 1", {"base_copies": 1})] if can_share else []
 
 
@@ -128,6 +142,39 @@ def _caches(config: BackendConfig, machine: Machine) -> list[Suggestion]:
     most = min(config.kv_cache_bytes or 0, max(machine.main_bytes, *machine.gpu_bytes, 0))
     caches = [size_gib for size_gib in range(most // GIB, 0, -1) if size_gib * GIB != config.kv_cache_bytes]
     return [Suggestion(f"--kv-cache {size_gib}", {"kv_cache_bytes": size_gib * GIB}) for size_gib in caches]
+
+
+def _larger_caches(sizes: Sequence[ModelSize], config: BackendConfig, device: Device) -> Iterator[Suggestion]:
+    """Suggest caches that just hold a context, with engines of few ranks and of many, in thousandths of a GiB."""
+    context = config.max_context_length or CONTEXTS[device][-1]
+    numbers = {config.tensor_parallel or 1}.union(*(size.tensor_parallels for size in sizes))
+    least = {max(whole_context_bytes(size, context, ranks) for size in sizes) for ranks in numbers}
+    for num_bytes in sorted(least):
+        if config.kv_cache_bytes is not None and num_bytes > config.kv_cache_bytes:
+            size_gib = math.ceil(num_bytes / GIB * 1000) / 1000
+            yield Suggestion(f"--kv-cache {size_gib:g}", {"kv_cache_bytes": int(size_gib * GIB)})
+
+
+def _removals(
+    config: BackendConfig, found: Sequence[Suggestion], fits: Callable[[Suggestion], bool]
+) -> list[Suggestion]:
+    """Suggest to leave out each setting that no suggestion changes; if nothing is enough, the fewest together."""
+    fields = BackendConfig.model_fields.items()
+    defaults = {name: field.default for name, field in fields if getattr(config, name) != field.default}
+    given = [name for name in defaults if name not in _NOT_LEFT_OUT]
+
+    def without(names: Sequence[str]) -> Suggestion:
+        settings = ", ".join(f"backend.{name}" for name in names)
+        return Suggestion(f"{settings} left out", {name: defaults[name] for name in names})
+
+    changed = {name for suggestion in found for name in suggestion.settings}
+    singles = [single for name in given if name not in changed and fits(single := without([name]))]
+    if found or singles or not fits(without(given)):
+        return singles
+    for name in list(given):
+        fewer = [other for other in given if other != name]
+        given = fewer if fits(without(fewer)) else given
+    return [without(given)]
 
 
 def _more_cards(machine: Machine) -> Iterator[Suggestion]:

@@ -112,7 +112,7 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
             " backend.context_parallel) do not divide them"
         )
     least = min(tried, key=lambda plan: plan.missing_bytes)
-    if (reason := searches[0].short_cache(least)) is not None:
+    if least.missing_bytes <= 0 and (reason := searches[0].short_cache(least)) is not None:
         raise BackendFailed(reason)
     gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
     where = "memory" if device == "cpu" else f"memory on GPU {gpu}"
@@ -129,6 +129,12 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         f"too little {where}: {gib(least.totals[gpu])} are {there},"
         f" {gib(least.of(gpu))} are needed: {least.describe(gpu)}; that is for {for_whom}"
     )
+
+
+def whole_context_bytes(size: ModelSize, context: int, tensor_parallel: int) -> int:
+    """Return the bytes of the smallest KV cache with which vLLM serves such a context, or the model's longest, in all
+    ranks of an engine together."""
+    return size.context_bytes(min(context, size.longest_context) + _MORE_TOKENS, tensor_parallel)
 
 
 def placement(plan: MemoryPlan, model: str) -> Placement:
@@ -281,12 +287,11 @@ class _Search:
             return None
         for size in self._sizes:
             context, ranks = plan.demands[size.name].context, len(plan.layouts[size.name].engines[0])
-            if asked < (least := size.context_bytes(context + _MORE_TOKENS, ranks)):
+            if asked < (least := whole_context_bytes(size, context, ranks)):
                 least_gib = math.ceil(least / GIB * 1000) / 1000
                 return (
                     f"{size.name}: a KV cache of {asked / GIB:.4g} GiB (--kv-cache, setting backend.kv_cache_bytes) is"
-                    f" less than what a context of {context} tokens takes: set it to {least_gib:.3f} GiB ({least}"
-                    " bytes), or set a shorter context"
+                    f" less than what a context of {context} tokens takes: {least_gib:.3f} GiB ({least} bytes)"
                 )
         return None
 

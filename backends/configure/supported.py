@@ -56,7 +56,7 @@ class Support:
         """Yield each setting that needs support: its value, the reason why it has none or None, and what to do."""
         config = self.config
         ranks, slices = config.tensor_parallel or 1, config.context_parallel
-        instead = "set it to 1, and backend.engines to the number of GPUs to sample on"
+        instead = "leave it out"
         yield "tensor_parallel", ranks, self._reason_undivided(ranks), instead
         yield "context_parallel", slices, self._reason_unsliced(slices), "set it to 1"
         if config.base_copies == 1:

@@ -536,7 +536,7 @@ def test_doctor_says_what_a_model_needs_and_loads_nothing(
     assert main() == 2
     refused = capsys.readouterr()
     assert "too little memory" in refused.err and "qwen3_vl" in refused.out
-    assert refused.out.splitlines()[-1] == "not on this machine", "no card has a petabyte"
+    assert refused.out.splitlines()[-1] == "not all of it can be served", "no card has a petabyte"
 
 
 def test_doctor_plans_for_gpus_that_are_not_there(
@@ -565,7 +565,7 @@ def test_doctor_plans_for_gpus_that_are_not_there(
 @pytest.mark.parametrize(
     ("gpus", "engines", "said"),
     [
-        ("H100:2", 3, "3 engines .* need 3 GPUs; torch sees 2"),
+        ("H100:2", 3, "3 x 1 ranks of engines .* need 3 GPUs; the machine has 2"),
         ("H1000", 1, "--gpu H1000: write NAME or NAME:COUNT, .* H200"),
         ("H200:0", 1, "COUNT from 1 to 64"),
     ],
@@ -615,6 +615,24 @@ async def test_doctor_plans_slots_for_the_runs_of_the_data_directory(
     monkeypatch.setenv("TINKER_SERVER_DATABASE_URL", "mysql+aiomysql://user:password@host/name")
     form, said = await slots()
     assert form == "service" and "the database cannot be read: No module named 'aiomysql'" in said
+
+
+def test_doctor_plans_the_serving_machine_of_a_cluster_and_refuses_what_that_refuses(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--data-dir", str(tmp_path), "--model", f"tiny={tiny_text}", "--cluster"]
+    monkeypatch.setattr(sys, "argv", ["tinker-server", "doctor", *model, "--gpu", "H200"])
+    assert main() == 0
+    found = capsys.readouterr().out
+    assert "the plan of the serving machine, whatever other machines join: Ray is not asked" in found
+    assert "engines of the same size on all of its GPUs, none of which may be smaller" in found
+    assert " engine on GPU 0, " in found and "each" not in found.partition("trainer on GPU 0")[2].partition("\n")[0]
+    assert "holder" not in found, "a cluster has two copies by default"
+    monkeypatch.setattr(sys, "argv", ["tinker-server", "doctor", *model, "--gpu", "H200", "--gpu-memory", "40"])
+    assert main() == 2
+    refused = capsys.readouterr()
+    assert "setting backend.gpu_memory_bytes does not go with backend.cluster" in refused.err
+    assert "other machines join" not in refused.out and "these cards do" not in refused.out
 
 
 def test_doctor_without_a_model_names_what_is_installed() -> None:

@@ -56,7 +56,7 @@ def report(found: Examination, print_line: Callable[[str], None] = print, *, sho
         print_line(f"{found.gpu_limit_bytes / GIB:.1f} GiB of each GPU may be used (--gpu-memory)")
     if found.models:
         show(models(found))
-    for line in (*places(found), *image_prompts(found)):
+    for line in (*places(found), *joining(found), *image_prompts(found)):
         print_line(line)
     if found.parts:
         show(parts(found))
@@ -69,7 +69,7 @@ def report(found: Examination, print_line: Callable[[str], None] = print, *, sho
     else:
         print_line(f"{len(found.patches)} changes inside vLLM, transformers and torch fit (--changes lists them)")
     if found.problem is not None:
-        print_line(f"not on this machine{would_do(found)}")
+        print_line(f"not all of it can be served{would_do(found)}")
         raise found.problem
     verdict = f"all of it can be served{would_do(found)}"
     print_line(verdict if found.models else "no --model was given: nothing else was checked")
@@ -129,14 +129,31 @@ def places(found: Examination) -> Iterator[str]:
         if spec.mesh.context > 1:
             share += f", {spec.mesh.context} for the tokens of each microbatch"
         engines = "; ".join(f"GPU {', '.join(map(str, gpus))}" for gpus in placement.engines)
-        smallest = min(found.gpus[gpu][1] for engine in placement.engines for gpu in engine)
+        sizes = [found.gpus[gpu][1] for engine in placement.engines for gpu in engine]
         yield (
-            f"{spec.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB each{share};"
+            f"{spec.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB"
+            f"{' each' if len(placement.gpus) > 1 else ''}{share};"
             f" {len(placement.engines)} engine{'s' if len(placement.engines) > 1 else ''} on {engines},"
-            f" {placement.sampler_fraction * smallest / GIB:.1f} GiB of each"
+            f" {placement.sampler_fraction * min(sizes) / GIB:.1f} GiB{' of each' if len(sizes) > 1 else ''}"
         )
         if spec.offloads_inputs:
             yield f"{spec.name}: inputs of layers that recompute wait in main memory, since memory of the GPU is short"
+
+
+def joining(found: Examination) -> Iterator[str]:
+    """Yield lines on other machines, if these may join: what they need and get. Which there are is not known."""
+    if found.cluster and "ray" not in found.versions:
+        yield "a cluster needs the extra cluster: Ray is not installed here"
+    if found.cluster and found.parts:
+        yield (
+            "this is the plan of the serving machine, whatever other machines join: Ray is not asked which there are,"
+            " and no base is divided over machines"
+        )
+        if found.device == "cuda":
+            yield (
+                "a machine that joins gets engines of the same size on all of its GPUs, none of which may be smaller"
+                " than here, and ranks of the trainers on the GPUs of the same numbers if its engines leave room there"
+            )
 
 
 def image_prompts(found: Examination) -> Iterator[str]:

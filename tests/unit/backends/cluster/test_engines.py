@@ -9,9 +9,8 @@ import pytest
 
 from tests.specs import tiny_spec
 from tinker_server.backends.cluster.bases import RemoteBases, gpus_of_engines
-from tinker_server.backends.cluster.engines import RemoteEngines, make_engine_spec, require_possible
+from tinker_server.backends.cluster.engines import RemoteEngines, make_engine_spec
 from tinker_server.backends.cluster.offer import Offer
-from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.model_spec import ModelSpec, Placement
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.sampler.pool import SamplerPool
@@ -35,19 +34,6 @@ def offer(*gpu_gib: int, name: str = "a/b", fingerprint: str = "f" * 64) -> Offe
 def served(**changes: Any) -> tuple[RemoteEngines, ModelSpec]:
     spec = replace(tiny_spec(Path("/here")), name="a/b", files_fingerprint="f" * 64, **changes)
     return RemoteEngines({"a/b": (spec, SamplerPool(spec, may_grow=True))}, RemoteBases({"a/b": spec})), spec
-
-
-@pytest.mark.parametrize(
-    ("setting", "why"),
-    [
-        ({"replay_routing": True}, "replay_routing"),
-        ({"gpu_memory_bytes": GIB}, "gpu_memory_bytes"),
-    ],
-)
-def test_settings_that_need_one_machine_are_refused(setting: dict, why: str) -> None:
-    require_possible(BackendConfig(cluster=True))
-    with pytest.raises(BackendFailed, match=f"setting backend.{why} does not go with backend.cluster"):
-        require_possible(BackendConfig(cluster=True, **setting))
 
 
 def test_a_model_that_is_not_the_servers_is_refused() -> None:

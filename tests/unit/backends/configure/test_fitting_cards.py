@@ -40,4 +40,7 @@ def test_each_number_of_cards_has_the_smallest_card_that_does(name: str) -> None
 def test_a_shorter_context_is_named_only_where_other_cards_do() -> None:
     (asked,) = fitting_cards([shape("8b-text")], BackendConfig(max_context_length=8192), HERE)
     assert asked.context == 8192
+    longest = shape("8b-text").longest_context
+    of_all, _ = fitting_cards([shape("8b-text")], BackendConfig(max_context_length=8 * longest), HERE)
+    assert of_all.context == longest, "a model has no longer context than its own"
     assert fitting_cards([shape("235b-a22b"), shape("70b")], BackendConfig(base_copies=2), HERE) == []

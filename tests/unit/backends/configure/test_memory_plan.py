@@ -257,7 +257,7 @@ def test_a_cache_that_does_not_hold_a_context_shortens_it_or_is_refused_with_the
         planned(of_8192 - 1)
     with pytest.raises(
         BackendFailed,
-        match=r"4b: a KV cache of 1 GiB \(--kv-cache, .* what a context of 32768 tokens takes: set it to \d",
+        match=r"4b: a KV cache of 1 GiB \(--kv-cache, .* what a context of 32768 tokens takes: \d",
     ):
         planned(GIB, 32768)
 
@@ -393,6 +393,61 @@ def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
                 make_plan([shape(name)], config.model_copy(update=longer), machine(gpus), "cuda")
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "settings", "advice"),
+    [
+        ("70b", "H200:4", {"tensor_parallel": 1}, "backend.tensor_parallel left out"),
+        ("70b", "H200:4", {"ranks": 1}, "backend.ranks left out"),
+        ("70b", "H200:4", {"trainer_gpus": (0,)}, "backend.trainer_gpus left out"),
+        ("70b", "H100:8", {"engines": 4}, "backend.engines left out"),
+        ("4b", "H100", {"adapter_slots": 64, "max_lora_rank": 256}, "backend.adapter_slots left out"),
+        (
+            "4b",
+            "RTX4090",
+            {"max_context_length": 32768, "max_lora_rank": 128, "models_at_once": 8, "max_images_per_prompt": 2},
+            "backend.max_context_length, backend.max_lora_rank, backend.models_at_once left out",
+        ),
+    ],
+)
+def test_settings_whose_removal_alone_is_enough_are_named(
+    name: str, gpus: str, settings: dict[str, Any], advice: str
+) -> None:
+    config = BackendConfig(**settings)
+    found = suggestions([shape(name)], config, machine(gpus), "cuda")
+    (removal,) = [suggestion for suggestion in found if suggestion.flag.endswith(" left out")]
+    assert removal.flag == advice
+    fewer = {field: value for field, value in settings.items() if field not in removal.settings}
+    make_plan([shape(name)], BackendConfig(**fewer), machine(gpus), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("gib", "context", "advice"),
+    [
+        (0.01, None, "--kv-cache 1.161"),
+        (1, 32768, "--max-context 6144 or --kv-cache 4.536"),
+        (0.01, 40960, "backend.max_context_length, backend.kv_cache_bytes left out"),
+    ],
+)
+def test_a_cache_that_is_too_small_is_refused_with_a_cache_that_fits(
+    gib: float, context: int | None, advice: str
+) -> None:
+    """The last context fits the card with no cache."""
+    config = BackendConfig(kv_cache_bytes=int(gib * GIB), max_context_length=context)
+    card = "A100-40" if context == 40960 else "H100"
+    with pytest.raises(BackendFailed, match="8b-text: a KV cache of") as refused:
+        plan_or_suggest([shape("8b-text")], config, machine(card), "cuda")
+    assert str(refused.value).partition("nearest that fits: ")[2].startswith(advice)
+
+
+def test_a_cache_that_is_too_small_hides_no_lack_of_memory() -> None:
+    with pytest.raises(
+        BackendFailed, match=r"too little memory on GPU 0: .*nothing nearer than a smaller model, or several changes$"
+    ):
+        plan_or_suggest([shape("70b")], BackendConfig(kv_cache_bytes=1 << 20), machine("L4"), "cuda")
+    with pytest.raises(BackendFailed, match=r"nothing nearer than fewer or smaller models, or several changes$"):
+        plan_or_suggest([shape("4b"), shape("8b-text")], BackendConfig(), Machine(GIB), "cpu")
+
+
 def test_a_context_takes_of_each_gpu_a_ranks_slice_of_it() -> None:
     settings = {"max_context_length": 131_072, "max_lora_rank": 32, "models_at_once": 1}
     alone, halves = plan("4b", "H200:2", **settings), plan("4b", "H200:2", **settings, context_parallel=2)
@@ -412,7 +467,9 @@ def test_a_context_that_fits_no_gpu_fits_several_that_divide_it_and_the_refusal_
     with pytest.raises(BackendFailed, match=r"nearest that fits: --context-parallel 2 or --max-context \d+"):
         plan_or_suggest([size], config, machine("H100:2"), "cuda")
     assert plan("4b", "H200:2", **settings, context_parallel=2).demands["4b"].context == 262_144
-    with pytest.raises(BackendFailed, match="8 ranks on CUDA need as many GPUs; torch sees 2"):
+    with pytest.raises(
+        BackendFailed, match=r"8 ranks \(setting backend.context_parallel\) on CUDA need as many GPUs; .* has 2"
+    ):
         plan("4b", "H200:2", context_parallel=8)
 
 
@@ -425,7 +482,7 @@ def test_a_device_that_is_not_there_is_no_matter_of_size() -> None:
             "--device cuda (setting backend.device): torch sees no GPU; give --device cpu"
         )
         assert "nearest that fits" not in str(refused.value)
-    with pytest.raises(BackendFailed, match=r"3 engines .* torch sees 2, engines may use 2$"):
+    with pytest.raises(BackendFailed, match=r"3 x 1 ranks of engines .* machine has 2, engines may use 2$"):
         plan_or_suggest([shape("4b")], BackendConfig(engines=3), machine("H200:2"), "cuda")
 
 

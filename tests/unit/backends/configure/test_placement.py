@@ -182,7 +182,9 @@ def test_a_gpu_without_a_sampler_gives_all_its_memory_to_the_trainer() -> None:
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(BackendFailed, match="2 ranks on CUDA need as many GPUs; torch sees 1"):
+    with pytest.raises(
+        BackendFailed, match=r"2 ranks \(setting backend.ranks\) on CUDA need as many GPUs; the machine has 1"
+    ):
         plan([SMALL], gpus(80), ranks=2)
 
 
@@ -216,7 +218,7 @@ def test_trainers_and_engines_stay_on_the_gpus_that_they_may_use() -> None:
         plan([LARGE], gpus(80, 4), trainer_gpus=(1, 4))
     with pytest.raises(BackendFailed, match=r"2,2 \(setting backend.sampler_gpus\): give different numbers"):
         plan([LARGE], gpus(80, 4), sampler_gpus=(2, 2))
-    with pytest.raises(BackendFailed, match=r"1 ranks .* on the 2 GPUs of backend.trainer_gpus: give only one"):
+    with pytest.raises(BackendFailed, match=r"ranks is 1, and backend.trainer_gpus names GPUs for 2: give only one"):
         plan([LARGE], gpus(80, 4), trainer_gpus=(1, 2), ranks=1)
 
 
@@ -260,7 +262,7 @@ def test_an_engine_that_nobody_asked_for_takes_no_room_from_other_models() -> No
 def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_where_they_do_not_fit() -> None:
     found = plan([LARGE], gpus(80, 4), engines=3).layouts["large"]
     assert (found.trainer, found.engines) == ((0, 1, 2, 3), ((0,), (1,), (2,)))
-    with pytest.raises(BackendFailed, match=r"5 engines \(setting backend.engines\) .* need 5 GPUs; torch sees 4"):
+    with pytest.raises(BackendFailed, match=r"5 x 1 ranks of engines \(.*\) need 5 GPUs; the machine has 4"):
         plan([LARGE], gpus(80, 4), engines=5)
     match = r"GPU 0: 16\.0 GiB are usable, as on the smallest GPU of its models, 33\.6 GiB are needed: large"
     with pytest.raises(BackendFailed, match=match):
@@ -274,7 +276,7 @@ def test_an_engine_is_divided_over_gpus_that_could_not_hold_it_alone() -> None:
     assert (found.trainer, found.engines) == ((0, 1), ((0, 1),))
     found = plan([LARGE], gpus(30, 4), ranks=4, tensor_parallel=2).layouts["large"]
     assert found.engines == ((0, 1), (2, 3))
-    with pytest.raises(BackendFailed, match=r"1 engines .* of 8 ranks \(setting backend.tensor_parallel\) need 8 GPUs"):
+    with pytest.raises(BackendFailed, match=r"1 x 8 ranks of engines \(.*backend.tensor_parallel\) need 8 GPUs"):
         plan([LARGE], gpus(40, 4), tensor_parallel=8)
 
 
@@ -399,6 +401,15 @@ def test_a_copy_is_divided_by_default_only_where_nothing_else_fits() -> None:
     assert nearest[0].flag == "--base-copies 1"
 
 
+def test_one_copy_is_suggested_with_a_cluster_whose_default_is_two() -> None:
+    def resize(changed: BackendConfig) -> list[ModelSize]:
+        return [replace(LARGE, can_be_shared=changed.base_copies == 1)]
+
+    config = BackendConfig(cluster=True)
+    found = suggestions(resize(config), config, gpus(32), "cuda", resize)
+    assert found[0].flag == "--base-copies 1"
+
+
 @pytest.mark.parametrize(("ranks", "slices"), [(1, 2), (3, 2), (2, 4)])
 def test_a_mesh_has_a_whole_number_of_groups_that_compute_slices(ranks: int, slices: int) -> None:
     with pytest.raises(ValueError, match=f"{ranks} ranks are no groups of {slices} that compute a slice each"):
@@ -519,6 +530,15 @@ def test_experts_in_mxfp4_are_refused_on_several_ranks(
     config = BackendConfig(models={"a": str(tmp_path / "quantised")}, device="cpu", base_precision="mxfp4")
     with pytest.raises(BackendFailed, match=reason):
         describe_models(config.model_copy(update={setting: value}), Machine(64 * GIB))
+
+
+@pytest.mark.parametrize("setting", [{"replay_routing": True}, {"gpu_memory_bytes": GIB}])
+def test_settings_that_need_one_machine_are_refused_with_a_cluster_before_files_are_read(
+    setting: dict[str, Any],
+) -> None:
+    config = BackendConfig(models={"a": "/nowhere"}, cluster=True, **setting)
+    with pytest.raises(Contradiction, match=f"setting backend.{next(iter(setting))} does not go with backend.cluster"):
+        describe_models(config, gpus(80))
 
 
 def test_experts_in_mxfp4_share_one_copy_and_a_gpu_has_them_so_only_if_asked(tmp_path: Path) -> None:
