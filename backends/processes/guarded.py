@@ -13,7 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Self
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,10 @@ GUARD = "exec </proc/self/fd/$0; read -r _; kill -s KILL 0"
 number cannot be reused before."""
 _GUARDED = f'({GUARD}) & exec "$@"'
 """The shell itself becomes the child."""
+_DYING_S = 60.0
+"""Longest time that killed processes may take to give back what they hold: hundreds of gigabytes of pinned memory."""
+_LOOK_S = 0.02
+"""Time between two looks at them."""
 
 
 class Guarded:
@@ -34,6 +39,8 @@ class Guarded:
         """`wait` may be called at any time, by several tasks."""
         self.name, self.pid = name, pid
         self._wait, self._guard = wait, guard
+        self._killed: list[int] = []
+        """Numbers of the group's processes, as they were killed."""
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int] = ()) -> Self:
@@ -63,20 +70,33 @@ class Guarded:
         self._guard.close()
 
     async def end(self, grace_s: float) -> None:
-        """Wait for so many seconds until the process ends by itself, then end it and everything that it started."""
-        if self._guard.closed:
-            return  # its number may be another's by now
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._wait()
-        except TimeoutError:
-            log.info("ended the %s process, which had not ended by itself within %s s", self.name, grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        await self._wait()
-        self._guard.close()
+        """Wait for so many seconds until the process ends by itself, then end it and everything that it started, and
+        wait until all of that has given back its memory."""
+        if not self._guard.closed:
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self._wait()
+            except TimeoutError:
+                log.info("ended the %s process, which had not ended by itself within %s s", self.name, grace_s)
+        if not self._guard.closed:  # else its number may be another's by now, since the guard is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._guard.close()
+            every = [int(process.name) for process in os.scandir("/proc") if process.name.isdigit()]
+            self._killed = _find_living(self.pid, every)
+            await self._wait()
+        await self._wait_for_killed()
         if self.folder is not None:
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+    async def _wait_for_killed(self) -> None:
+        try:
+            async with asyncio.timeout(_DYING_S):
+                while left := _find_living(self.pid, self._killed):  # noqa: ASYNC110 - nobody tells of such an end
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            numbers = ", ".join(map(str, left))
+            log.error("%s: processes %s have not ended %s s after they were killed", self.name, numbers, _DYING_S)
 
 
 def make_guard_pipe() -> tuple[int, IO[str]]:
@@ -113,3 +133,16 @@ class Server:
 
 def _shell(guarding: int, command: Sequence[str]) -> Sequence[str]:
     return ["/bin/sh", "-c", _GUARDED, str(guarding), *command]
+
+
+def _find_living(group: int, pids: Iterable[int]) -> list[int]:
+    """Return which of the processes are of a group and hold memory: a zombie does only while threads of it are left."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it is gone
+            if os.getpgid(pid) == group:
+                fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+                state, num_threads = fields[0], int(fields[17])
+                if state not in (b"Z", b"X") or num_threads > 1:
+                    found.append(pid)
+    return found
