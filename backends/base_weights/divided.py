@@ -81,8 +81,8 @@ class StandIns:
     def __init__(
         self, views: Mapping[str, View], parts: Sequence[Mapping[str, Sequence[Part]]], held: Mapping[str, Tensor]
     ) -> None:
-        """`views` are those of an undivided engine, `parts` those of each rank, and `held` has this rank's tensors
-        of the engine."""
+        """`views` are those of an undivided engine, `parts` those of each rank, of which some rank has some for each
+        view, and `held` has this rank's tensors of the engine."""
         self._views, self._parts, self._held = views, parts, held
         of_ranks = {name: next(part for of_rank in parts for part in of_rank[name]) for name in views}
         dtypes = {view.tensor: held[of_ranks[name].view.tensor].dtype for name, view in views.items()}

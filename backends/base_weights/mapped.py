@@ -321,6 +321,8 @@ def map_tensors(source: Source, exchange: Callable[[object], list[Any]] = alone)
         everyones: list[tuple[set[str], Mapping[str, Sequence[Part]]]] = exchange((set(views), parts))
         whole = set.intersection(*(of_rank for of_rank, _ in everyones))
         divided = set.intersection(*(set(of_rank) for _, of_rank in everyones))
+        # A rank may have nothing of a tensor; where no rank has, all of them make something else of it.
+        divided = {name for name in divided if any(of_rank[name] for _, of_rank in everyones)}
         mapped, own = {}, {}
         for name in files.names():
             if name in whole:

@@ -1,14 +1,26 @@
 """Mapped weights: compared with the files, joined without a copy, and never written to."""
 
+import pickle
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tinker_server.backends.base_weights.mapped import Files, JoinedViews, map_views, require_same
+from tinker_server.backends.base_weights.mapped import (
+    GET_VIEWS,
+    Files,
+    JoinedViews,
+    Source,
+    map_tensors,
+    map_views,
+    require_same,
+)
+from tinker_server.backends.base_weights.name_map import View
 from tinker_server.backends.base_weights.shared_memory import share
 from tinker_server.backends.protocol import BackendFailed
 
@@ -86,3 +98,29 @@ def test_a_write_to_mapped_weights_ends_the_writer() -> None:
 def test_a_holder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match=r"does not answer at .*cpu\.sock"):
         map_views(tmp_path / "cpu.sock", torch.device("cpu"))
+
+
+def test_a_tensor_of_which_no_rank_of_the_engine_has_a_part_is_read_from_its_file(tmp_path: Path) -> None:
+    """As where each rank computes with what it reads, and an engine of a single rank would copy it."""
+    wanted = torch.randn(4, 3)
+    save_file({"w": wanted}, tmp_path / "model.safetensors")
+    view = View("engine.w", (4, 3), (3, 1), 0, (4, 3), (3, 1))
+    answer = pickle.dumps({"status": "ok", "tensors": {}, "views": {}, "divided": {"w": view}, "parts": {"w": []}})
+
+    def hold(listening: socket.socket) -> object:
+        connection, _ = listening.accept()
+        with connection, connection.makefile("rwb") as stream:
+            asked = pickle.loads(stream.read(int.from_bytes(stream.read(8), "big")))
+            stream.write(len(answer).to_bytes(8, "big") + answer)
+        return asked
+
+    with socket.socket(socket.AF_UNIX) as listening, ThreadPoolExecutor() as threads:
+        listening.bind(str(tmp_path / "socket"))
+        listening.listen()
+        asked = threads.submit(hold, listening)
+        base = map_tensors(
+            Source(tmp_path, tmp_path / "socket", torch.device("cpu"), torch.float32), lambda of: [of, of]
+        )
+        assert asked.result() == GET_VIEWS
+    assert base.own.keys() == base.all().keys() == {"w"} and base.own["w"].equal(wanted)
+    base.stand_ins.require_all_found("a model")
