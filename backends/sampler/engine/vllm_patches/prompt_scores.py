@@ -70,7 +70,8 @@ class ScoredTokens:
     targets_PK: Tensor
     num_draws: int
     temperature: float
-    generator: torch.Generator
+    uniform_PD: Tensor
+    """From 0 to below 1, what each draw is chosen by: the same however the prompt is divided into steps."""
     never_drawn: Tensor
     ids_PC: Tensor
     """C = K + D"""
@@ -85,11 +86,14 @@ class ScoredTokens:
         num_targets, num_draws = asked["num_targets"], asked["num_draws"]
         targets = np.frombuffer(asked["targets"], "<i8").reshape(num_rows, num_targets).copy()
         shape = (num_rows, num_targets + num_draws)
+        # Of the CPU, which gives a row the same numbers whatever rows follow.
+        generator = torch.Generator().manual_seed(asked["seed"])
+        uniform_PD = torch.rand(num_rows, num_draws, generator=generator, dtype=torch.float64)
         return cls(
             torch.from_numpy(targets).to(device),
             num_draws,
             asked["temperature"],
-            torch.Generator(device).manual_seed(asked["seed"]),
+            uniform_PD.to(device),
             torch.tensor(asked["never_drawn"], dtype=torch.int64, device=device),
             torch.zeros(shape, dtype=torch.int64, device=device),
             torch.zeros(shape, device=device),
@@ -102,19 +106,23 @@ class ScoredTokens:
             rows = slice(first + start, first + start + len(part))
             logits_NV = compute_logits(part).float()
             logprobs_NV = logits_NV.log_softmax(-1)
-            ids_NC = torch.cat([self.targets_PK[rows].clamp_min(0), self._draw(logits_NV)], dim=1)
+            drawn_ND = self._draw(logits_NV, self.uniform_PD[rows])
+            ids_NC = torch.cat([self.targets_PK[rows].clamp_min(0), drawn_ND], dim=1)
             self.ids_PC[rows] = ids_NC
             self.logprobs_PC[rows] = logprobs_NV.gather(1, ids_NC)
 
-    def _draw(self, logits_NV: Tensor) -> Tensor:
-        """Return [N, D] independent draws at the request's temperature."""
+    def _draw(self, logits_NV: Tensor, uniform_ND: Tensor) -> Tensor:
+        """Return [N, D] independent draws at the request's temperature: the tokens at which the summed probabilities
+        exceed `uniform_ND`."""
         logits_NV = logits_NV.index_fill(1, self.never_drawn, float("-inf"))
         if self.num_draws == 0 or self.temperature == 0:
             return logits_NV.argmax(-1, keepdim=True).expand(-1, self.num_draws)
-        # Diverged weights give NaN rows, which multinomial refuses, and the engine would die. Any draw will do there:
-        # the request fails for the log probabilities beside it.
-        probabilities_NV = (logits_NV / self.temperature).softmax(-1).nan_to_num(nan=1.0)
-        return torch.multinomial(probabilities_NV, self.num_draws, replacement=True, generator=self.generator)
+        # Diverged weights give NaN rows, of which no sum exceeds anything: indices beyond the vocabulary would end the
+        # engine. Any draw will do there: the request fails for the log probabilities beside it.
+        probabilities_NV = (logits_NV / self.temperature).softmax(-1).nan_to_num_(nan=1.0)
+        # In float32 the order of summing, which depends on the number of rows, would decide between unlikely tokens.
+        sums_NV = probabilities_NV.double().cumsum_(-1)
+        return torch.searchsorted(sums_NV, uniform_ND * sums_NV[:, -1:], right=True)
 
     def put_into(self, tensors: LogprobsTensors) -> None:
         """Overwrite the last columns of vLLM's LogprobsTensors of the whole prompt."""
