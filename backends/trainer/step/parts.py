@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tinker_server.backends.inputs.rendering import Rendered
 from tinker_server.backends.trainer.base_model import BaseModel
 from tinker_server.backends.trainer.model.packing import Microbatch, pack
-from tinker_server.backends.trainer.model.router_replay import RouterReplay, num_known
+from tinker_server.backends.trainer.model.router_replay import UNKNOWN, RouterReplay, num_known
 from tinker_server.backends.trainer.model.routing import find_experts
 from tinker_server.backends.trainer.model.shared_prefixes import Trie, join, keep_whole
 from tinker_server.backends.trainer.step.batch_request import BatchRequest, targets
@@ -75,9 +76,14 @@ def join_tries(parts: Sequence[Part]) -> Trie | None:
 
 
 def pack_parts(
-    base: BaseModel, parts: Sequence[Part], scales_PR: Tensor, device: torch.device
+    base: BaseModel,
+    parts: Sequence[Part],
+    scales_PR: Tensor,
+    device: torch.device,
+    experts_LTK: Tensor | None = None,
 ) -> tuple[Microbatch, Tensor]:
-    """Pack the datums of parts on the device; `scales_PR` are those of their models, which are loaded.
+    """Pack the datums of parts on the device; `scales_PR` are those of their models, which are loaded. `experts_LTK`
+    are those of the tokens; None: they are looked up, if they are replayed.
 
     Return also [T, R]: each token has the scales of its model, padding those of none.
     """
@@ -95,8 +101,11 @@ def pack_parts(
         ]
         batch = replace(batch, tower_scales=scales)
     if base.router_replay is not None:
-        experts_LTK = _find_experts(parts, base.router_replay, len(batch.targets_TK))
-        batch = replace(batch, experts_LTK=experts_LTK)
+        num_tokens = len(batch.targets_TK)
+        if experts_LTK is None:
+            experts_LTK = _find_experts(parts, base.router_replay, num_tokens)
+        missing = num_tokens - experts_LTK.shape[1]
+        batch = replace(batch, experts_LTK=F.pad(experts_LTK, (0, 0, 0, missing), value=UNKNOWN))
     counts = torch.tensor([part.trie.num_tokens if part.trie else part.num_tokens for part in parts], dtype=torch.int64)
     scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
     padding = len(batch.targets_TK) - len(scales_TR)

@@ -116,7 +116,8 @@ class TrainingStep:
         else:
             computed = agreed(lambda: self._retry_with_least_memory(parts, packed), self._world)
         if self._base.whole_below is not None and self._whole_check.is_due(chosen):
-            self._whole_check.require_same(chosen, parts, packed.scales_PR, computed.logprobs_NK)
+            experts_LTK = packed.batch.experts_LTK
+            self._whole_check.require_same(chosen, parts, packed.scales_PR, computed.logprobs_NK, experts_LTK)
         shares = len({request for members in chosen for request in members}) > 1
         agreed(lambda: self._require_finite(parts, shares=shares), self._world)
         return computed.observed_P9

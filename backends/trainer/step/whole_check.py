@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinker_server.backends.kernels.pinned_copy import to_device
 from tinker_server.backends.kernels.varlen_attention import LONG
 from tinker_server.backends.trainer.base_model import BaseModel
 from tinker_server.backends.trainer.distributed import World, agreed, gather_objects, largest, microbatch_s
@@ -82,10 +84,16 @@ class WholeCheck:
         return not _kinds_of(chosen) <= self._compared
 
     def require_same(
-        self, chosen: Sequence[Members], parts: Sequence[Part], scales_PR: Tensor, logprobs_NK: Tensor
+        self,
+        chosen: Sequence[Members],
+        parts: Sequence[Part],
+        scales_PR: Tensor,
+        logprobs_NK: Tensor,
+        experts_LTK: Tensor | None,
     ) -> None:
         """Compute this rank's microbatch whole, and compare; `logprobs_NK` has its gradient, if there is one, and what
-        is accumulated is the microbatch's. Raises SharingDiffers."""
+        is accumulated is the microbatch's. `experts_LTK` are those that it had: their files may be gone. Raises
+        SharingDiffers."""
         base, world = self._base, self._world
         has_gradient = logprobs_NK.grad is not None and bool(logprobs_NK.grad.any())
         # A model that has diverged gives nothing to compare.
@@ -99,9 +107,9 @@ class WholeCheck:
         self._keep_waiting(max(map(self._limit_s, chosen)))
         trie = join_tries(parts)
         if base.is_coupled:
-            outcome = self._compare(trie, parts, scales_PR, logprobs_NK)
+            outcome = self._compare(trie, parts, scales_PR, logprobs_NK, experts_LTK)
         else:
-            outcome = agreed(lambda: self._compare(trie, parts, scales_PR, logprobs_NK), world)
+            outcome = agreed(lambda: self._compare(trie, parts, scales_PR, logprobs_NK, experts_LTK), world)
         outcomes = gather_objects(outcome, world)
         if reasons := [outcome.reason for outcome in outcomes if outcome.reason]:
             named = "; ".join(map(str, sorted(_kinds_of(chosen) - self._compared)))
@@ -114,7 +122,14 @@ class WholeCheck:
                 log.warning("datums that begin alike are not compared with whole ones: %s", "; ".join(map(str, kinds)))
         self._compared |= kinds
 
-    def _compare(self, trie: Trie | None, parts: Sequence[Part], scales_PR: Tensor, logprobs_NK: Tensor) -> _Outcome:
+    def _compare(
+        self,
+        trie: Trie | None,
+        parts: Sequence[Part],
+        scales_PR: Tensor,
+        logprobs_NK: Tensor,
+        experts_LTK: Tensor | None,
+    ) -> _Outcome:
         accumulated = self._base.weights.accumulated
         shares = trie is not None and trie.saved > 0
         if not shares and not self._base.is_coupled:
@@ -126,7 +141,7 @@ class WholeCheck:
             if self._base.memory is not None:
                 self._base.memory.prepare_least()
         try:
-            whole_NK = self._compute_whole(parts if shares else (), scales_PR, logprobs_NK)
+            whole_NK = self._compute_whole(parts if shares else (), scales_PR, logprobs_NK, experts_LTK)
             if trie is None or not shares:
                 return _Outcome()
             reason = self._logprobs_apart(trie, logprobs_NK.detach(), whole_NK)
@@ -139,7 +154,9 @@ class WholeCheck:
             for own, tensor in zip(kept, accumulated, strict=False):
                 tensor.copy_(own)
 
-    def _compute_whole(self, parts: Sequence[Part], scales_PR: Tensor, logprobs_NK: Tensor) -> Tensor:
+    def _compute_whole(
+        self, parts: Sequence[Part], scales_PR: Tensor, logprobs_NK: Tensor, experts_LTK: Tensor | None
+    ) -> Tensor:
         """Return the log probabilities [N, K] of whole datums, computed some at a time, and accumulate their gradient;
         NaN where a datum has fewer targets."""
         trie = join_tries(parts) if parts else None
@@ -148,9 +165,13 @@ class WholeCheck:
         num_chunks = largest(len(chunks), self._world) if self._base.is_coupled else len(chunks)
         chunks += [([], [])] * (num_chunks - len(chunks))
         width, found, begin = logprobs_NK.shape[1], [logprobs_NK.detach()[:0]], 0
+        device = self._world.device
+        of_datums = [] if trie is None else [trie.tokens_of(datum) for datum in range(len(trie.lengths))]
+        token_N = to_device(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *of_datums])), device)
         for own, rows in chunks:
-            logprobs_TK = self._base.scorer(*pack_parts(self._base, own, scales_PR[rows], self._world.device))
             end = begin + sum(part.num_tokens for part in own)
+            known_LTK = None if experts_LTK is None else experts_LTK[:, token_N[begin:end]]
+            logprobs_TK = self._base.scorer(*pack_parts(self._base, own, scales_PR[rows], device, known_LTK))
             if logprobs_TK.requires_grad:
                 known_TK = logprobs_TK[: end - begin]
                 gradient_NK = logprobs_NK.grad if own else torch.zeros_like(logprobs_NK)

@@ -55,6 +55,7 @@ from tinker_server.backends.trainer.model.router_replay import UNKNOWN
 from tinker_server.backends.trainer.model.routing import identify_with_routing
 from tinker_server.backends.trainer.model.shared_prefixes import count_common
 from tinker_server.backends.trainer.rank import TrainerRank
+from tinker_server.backends.trainer.step.whole_check import WholeCheck
 
 TEXTS = [prompt(words(length, length)) for length in (5, 11, 23)]
 TINY_VL = Path(__file__).parents[4] / "tinker_server/tiny_vl"
@@ -248,6 +249,37 @@ def test_datums_share_a_beginning_as_far_as_its_routing_is_the_same(tmp_path: Pa
     for row, wanted in zip(shared.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(row["logprobs"], wanted["logprobs"], atol=1e-5)
     assert_same_gradients(found[0], found[1])
+
+
+def test_datums_are_compared_whole_with_the_experts_that_they_had_if_their_files_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    data = [datum(prompt(words(150, 1), words(length, length)), renderer, length) for length in (30, 40, 50)]
+    for item in data:  # all begin alike, in their experts too
+        experts_TLK = experts_of(renderer, 200)[: len(item.loss_fn_inputs["target_tokens"])]
+        files.write(routing_name(OWNER, "m", renderer.render(item.model_input, "datum")), experts_TLK)
+    rank = replaying(source, tmp_path / "routing", max_tokens_per_microbatch=4096)
+    compare, compared = WholeCheck._logprobs_apart, list[torch.Tensor]()
+
+    def note(self: WholeCheck, trie: Any, logprobs_NK: torch.Tensor, whole_NK: torch.Tensor) -> str | None:
+        compared.append((logprobs_NK - whole_NK).abs().max())
+        return compare(self, trie, logprobs_NK, whole_NK)
+
+    def require_same(*given: Any) -> None:
+        shutil.rmtree(tmp_path / "routing")
+        own_require_same(*given)
+
+    own_require_same = WholeCheck.require_same
+    monkeypatch.setattr(WholeCheck, "_logprobs_apart", note)
+    monkeypatch.setattr(WholeCheck, "require_same", require_same)
+    output = present(forward_backward(rank, "m", cross_entropy(data), True))
+    assert not (tmp_path / "routing").exists() and "computed whole from now on" not in caplog.text
+    assert len(compared) == 1 and compared[0] < 1e-5
+    num_tokens = sum(len(item.loss_fn_inputs["target_tokens"]) for item in data)
+    assert output.metrics["replayed_tokens:sum"] == num_tokens
+    assert output.metrics["shared_tokens:sum"] == 2 * 150
 
 
 def test_random_tries_with_replayed_routing_have_the_numbers_of_whole_datums(tmp_path: Path) -> None:
