@@ -35,6 +35,8 @@ _BODY_BYTES_PER_S = 500_000
 """Decoding and checking JSON runs at 5 MB/s or more."""
 _FILE_BYTES_PER_S = 2_000_000
 """A network disk; with fsync."""
+_SAMPLED_BYTES_PER_S = 20_000_000
+"""A core samples 700 MB/s, if it has nothing else to do: each rank samples the whole model."""
 _NETWORK_BYTES_PER_S = 10_000_000
 """Between machines: less than a tenth of 1 Gbit/s."""
 
@@ -329,6 +331,11 @@ def microbatch_s(num_tokens: int, num_images: int, num_parameters: int, device: 
 def network_s(size_bytes: int) -> float:
     """Return the seconds to sum so many bytes over machines."""
     return 2 * size_bytes / _NETWORK_BYTES_PER_S
+
+
+def sampling_s(size_bytes: int) -> float:
+    """Return the seconds to sample the weights of a new model."""
+    return size_bytes / _SAMPLED_BYTES_PER_S
 
 
 def files_s(size_bytes: int) -> float:

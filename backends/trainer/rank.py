@@ -119,7 +119,7 @@ class TrainerRank:
         while True:
             made: LoraModel | Exception
             try:
-                made = self.base.weights.create(lora)
+                made = self.base.weights.create(lora, self._keep_waiting)
             except Exception as error:  # noqa: BLE001 - the others wait for what became of it
                 made = error.with_traceback(None)  # which holds what was made of it
             lacks_room = isinstance(made, torch.OutOfMemoryError)
@@ -368,9 +368,10 @@ class TrainerRank:
 
         A state of another layout makes another model of it.
         """
-        model = self._about_to_move(model_id)
+        model = self._model_on_device(model_id)
         config = self.base.files.with_layout_in(model.config, directory)
         loaded = model if config == model.config else self._new_planned(config)
+        self._keep_waiting(_STATE_PARTS * files_s(loaded.size_bytes))
         self.base.files.load_state(loaded, directory, with_optimizer=with_optimizer)
         if loaded is not model:
             self.delete_model(model_id)

@@ -8,7 +8,7 @@ L matrices, r rank of a model, I inputs and O outputs of a matrix, R summed rank
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,7 +23,7 @@ from tinker_server.backends.families.family import LoraFlag
 from tinker_server.backends.kernels.pinned_copy import to_device
 from tinker_server.backends.model_spec import MAX_SUMMED_RANK
 from tinker_server.backends.protocol import InvalidInput
-from tinker_server.backends.trainer.distributed import ALONE, World
+from tinker_server.backends.trainer.distributed import ALONE, World, sampling_s
 from tinker_server.backends.trainer.lora.linear import ALPHA, TokenScales
 from tinker_server.backends.trainer.lora.model import Group, LoraModel, StackedAdapter
 from tinker_server.backends.trainer.lora.target_modules import replace_modules
@@ -66,10 +66,11 @@ class Adapters:
         self._loaded_as: tuple[int, frozenset[Layout]] | None = None
         model.get_input_embeddings().register_forward_hook(_want_gradient)
 
-    def create(self, config: Trainable) -> LoraModel:
+    def create(self, config: Trainable, keep_waiting: Callable[[float], None] = lambda seconds: None) -> LoraModel:
         """Make a fresh model: A uniform as in nn.Linear, sampled from `config.seed` in float32, and B zero.
 
-        The same seed gives the same tensors on every device and rank. Raises InvalidInput.
+        The same seed gives the same tensors on every device and rank. `keep_waiting` is called with the seconds that
+        sampling may take. Raises InvalidInput.
         """
         assert not config.full, "the server refuses models that train all weights"
         if not 1 <= config.rank <= self._max_rank:
@@ -90,6 +91,7 @@ class Adapters:
         groups = [each for each in self._groups if each.flag in flags and each.layout in (None, config.layout)]
         stacks = [self._stack_adapter(group, config.rank) for group in groups]
         model = LoraModel(config, stacks, self._world, fused=self._device.type == "cuda")
+        keep_waiting(sampling_s(model.size_bytes))
         _initialise(model)
         return model
 

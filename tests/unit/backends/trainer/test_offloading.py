@@ -171,10 +171,10 @@ def test_a_new_model_takes_the_place_of_the_least_recently_used(source: Path, mo
         forward_backward(rank, one, batch(source, 1))
     create = Adapters.create
 
-    def full(adapters: Adapters, lora: Trainable) -> LoraModel:
+    def full(adapters: Adapters, lora: Trainable, keep_waiting: Callable[[float], None]) -> LoraModel:
         if len(card.on_card) == 2:
             raise torch.OutOfMemoryError("no room")
-        return create(adapters, lora)
+        return create(adapters, lora, keep_waiting)
 
     monkeypatch.setattr(Adapters, "create", full)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
