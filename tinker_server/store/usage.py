@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from typing import cast as typed
 
 from sqlalchemy import BigInteger, Table, Text, cast, func, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.store.database import Database
 from tinker_server.store.futures.observers import Work
@@ -15,6 +16,7 @@ from tinker_server.store.tables import SessionRow, UsageRow
 
 USAGE = typed(Table, UsageRow.__table__)
 KEY = ("hour", "kind", "owner", "session_id", "base_model")
+Key = tuple[float, UsageKind, str, str, str]
 HOUR_S = 3600
 TRAINED = ("forward", "forward_backward", "optim_step")
 """Operations for which the trainer computes."""
@@ -48,7 +50,10 @@ class UsageStore:
     def __init__(self, db: Database, ranks_of: Callable[[str], int] = lambda _: 1) -> None:
         """`ranks_of`: number of the trainer's ranks, by base model."""
         self._db, self._ranks_of = db, ranks_of
-        self._unwritten: Counter[tuple[float, UsageKind, str, str, str]] = Counter()
+        self._amounts: Counter[Key] = Counter()
+        """Amounts since the server started and, in `_whole_hours`, before that."""
+        self._whole_hours: set[float] = set()
+        self._unwritten: set[Key] = set()
         self.totals: Counter[tuple[UsageKind, str]] = Counter()
         """Amounts by kind and base model, since the server started."""
 
@@ -57,7 +62,9 @@ class UsageStore:
         assert amount >= 0, f"{amount} of {kind}"
         if amount:
             self.totals[kind, base_model] += amount
-            self._unwritten[time.time() // HOUR_S * HOUR_S, kind, owner, session_id, base_model] += amount
+            key = (time.time() // HOUR_S * HOUR_S, kind, owner, session_id, base_model)
+            self._amounts[key] += amount
+            self._unwritten.add(key)
 
     async def on_success(self, work: Work[Any]) -> None:
         """Count what an operation used."""
@@ -68,19 +75,30 @@ class UsageStore:
             self.count(kind, work.operation.owner, work.session_id, work.base_model, amount)
 
     async def save(self) -> None:
-        """Write the amounts that were counted since the last call."""
-        counts, self._unwritten = self._unwritten, Counter()
-        if not counts:
+        """Write the amounts that have changed since the last call. Raises DatabaseUnavailable."""
+        if not self._unwritten:
             return
         insert = self._db.insert(USAGE)
-        add = insert.on_conflict_do_update(index_elements=KEY, set_={"amount": USAGE.c.amount + insert.excluded.amount})
-        rows = [dict(zip(KEY, key, strict=True), amount=amount) for key, amount in counts.items()]
-        try:
-            async with self._db.write() as session:
-                await session.execute(add, rows)
-        except BaseException:
-            self._unwritten += counts
-            raise
+        # Whole amounts, no increments: those of a commit whose answer was lost are written again.
+        put = insert.on_conflict_do_update(index_elements=KEY, set_={"amount": insert.excluded.amount})
+        async with self._db.write() as session:
+            keys = list(self._unwritten)  # what is counted from here on may be in an hour that is not whole
+            await self._make_whole({key[0] for key in keys}, session)
+            written = {key: self._amounts[key] for key in keys}
+            if rows := [dict(zip(KEY, key, strict=True), amount=amount) for key, amount in written.items()]:
+                await session.execute(put, rows)
+        self._unwritten = {key for key in self._unwritten if self._amounts[key] != written.get(key)}
+
+    async def _make_whole(self, hours: set[float], session: AsyncSession) -> None:
+        """Add what earlier servers counted in these hours, unless it has been added: nothing of this server is stored
+        before. Forget all other hours, which are written."""
+        if self._whole_hours - hours:
+            self._whole_hours &= hours
+            self._amounts = Counter({key: amount for key, amount in self._amounts.items() if key[0] in hours})
+        if left := hours - self._whole_hours:
+            earlier = await session.execute(select(USAGE).where(USAGE.c.hour.in_(left)))
+            self._amounts.update({typed(Key, tuple(key)): amount for *key, amount in earlier})
+            self._whole_hours |= left
 
     async def between(
         self, owner: str, start: float, end: float, at_once: int = AT_ONCE

@@ -1,10 +1,13 @@
 """Usage counts every token once, for the owner of the request."""
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.fakes import FakeBackend
 from tinker_server.accounts import Records
@@ -12,6 +15,7 @@ from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, Model
 from tinker_server.api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tinker_server.auth.keys import Keys
 from tinker_server.backends.protocol import SamplingTask
+from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models.base_models import BaseModels
 from tinker_server.operations import sampling
 from tinker_server.store.audit import AuditStore
@@ -80,3 +84,41 @@ async def test_time_of_the_trainer_is_counted_for_each_rank_and_is_no_event_of_t
     assert found == {(day, "alice", "trainer_ms"): 6000, (day, "alice", "training"): 7}
     assert await usage.by_day("bob", 0.0) == {}
     assert await amounts(usage, "alice") == {"training": 7}
+
+
+async def test_what_was_written_without_an_answer_is_not_added_again(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, usage, write = UsageStore(db), UsageStore(db), db.write
+    before.count("sampled", "alice", "s", "tiny", 100)
+    await before.save()
+
+    @asynccontextmanager
+    async def commit_without_an_answer() -> AsyncIterator[AsyncSession]:
+        async with write() as session:
+            yield session
+        raise DatabaseUnavailable("the database does not answer")
+
+    usage.count("sampled", "alice", "s", "tiny", 1)
+    with monkeypatch.context() as silent:
+        silent.setattr(db, "write", commit_without_an_answer)
+        for _ in range(2):
+            with pytest.raises(DatabaseUnavailable):
+                await usage.save()
+            usage.count("sampled", "alice", "s", "tiny", 10)
+    assert await amounts(usage, "alice") == {"sampled": 121}
+    assert await amounts(usage, "alice") == {"sampled": 121}
+
+
+async def test_each_hour_has_its_own_amounts_whichever_server_counted_them(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock may go back, too."""
+    for hours in ([5, 5, 6], [6, 7, 5]):  # each of another server
+        usage = UsageStore(db)
+        for hour in hours:
+            monkeypatch.setattr(time, "time", lambda hour=hour: hour * 3600.0 + 9)
+            usage.count("training", "alice", "s", "tiny", hour)
+            await usage.save()
+    found = [(each.hour / 3600, each.amount) async for page in usage.between("alice", 0, 1e9) for each in page]
+    assert found == [(5, 15), (6, 12), (7, 7)]
