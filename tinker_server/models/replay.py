@@ -87,7 +87,7 @@ class LogReplay:
                     await trainer.optim_step(model, request.adam_params or AdamParams())
                 case "load_weights":
                     loading = LoadWeightsRequest.model_validate_json(body)
-                    await self._load_weights(loading, entry.accepted_at, trainer, model)
+                    await self._load_weights(loading, entry.loaded_directory, trainer, model)
                 case kind:
                     raise AssertionError(f"{kind} is not logged")
         except (InvalidInput, ValidationError) as error:
@@ -109,14 +109,13 @@ class LogReplay:
             raise AssertionError("a step was taken on an incomplete gradient")
 
     async def _load_weights(
-        self, request: LoadWeightsRequest, accepted_at: float, trainer: Trainer, model: LoadedModel
+        self, request: LoadWeightsRequest, read_first: str | None, trainer: Trainer, model: LoadedModel
     ) -> None:
         checkpoint = await self._checkpoints.find(parse_path(request.path))
         if checkpoint is None:
             raise InvalidInput(f"{request.path} was deleted")
-        if checkpoint.created_at > accepted_at:
-            # What was read is not known to be this: a model of other weights would go on as if nothing were.
-            raise InvalidInput(f"{request.path} was saved anew")
+        if checkpoint.directory != read_first:  # a model of other weights would go on as if nothing were
+            raise InvalidInput(f"{request.path} was saved anew, or read before directories were recorded")
         directory = self._storage.path(loadable_directory(checkpoint, self._storage))
         await trainer.load_state(model, directory, with_optimizer=request.optimizer)
 

@@ -85,4 +85,4 @@ class Runner:
             except Exception:  # records must not cost a result
                 log.exception("%s is not recorded", operation)
         result = await off_loop(operation.owner, operation.size_bytes, kind.encode, response)
-        return replace(result, step=work.step)
+        return replace(result, step=work.step, loaded_directory=work.loaded_directory)

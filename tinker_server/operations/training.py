@@ -95,6 +95,7 @@ async def load_weights(stores: WeightStores, model: Model, work: Work[LoadWeight
     base = stores.bases.base(checkpoint.base_model).info
     _require_slots(checkpoint.trainable, base, f"{request.path} has the LoRA layout own", "load weights with")
     directory = stores.storage.path(loadable_directory(checkpoint, stores.storage))
+    work.loaded_directory = checkpoint.directory
     if request.model_id is not None:
         run, trainer, loaded = await model.ensure_loaded()
         if run.base_model != checkpoint.base_model:

@@ -193,6 +193,9 @@ class Future(Table):
     finished_at: Mapped[float | None]
     position: Mapped[int | None]
     """Position in its model's log (`replay_log.py`); null: it changed nothing, or the model's snapshot holds it."""
+    loaded_directory: Mapped[str | None]
+    """Directory, below the data directory, of the checkpoint that a load_weights read; null: it read none, or ended
+    before this was recorded."""
     tries: Mapped[int] = mapped_column(default=0, server_default="0")
     """Servers that began it after an earlier server left it unfinished, since the last stop on request."""
     held_bytes: Mapped[int] = mapped_column(Computed("length(request) + coalesce(length(result), 0)", persisted=True))

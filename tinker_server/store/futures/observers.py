@@ -34,6 +34,8 @@ class Work(Generic[R]):
     """tinker:// path of the named weights of a sample."""
     directory: str | None = None
     """Directory of a sample's weights; None: the base model alone."""
+    loaded_directory: str | None = None
+    """Directory of the checkpoint that a load_weights read."""
     used: dict[UsageKind, int] = field(default_factory=dict)
     """Amounts that are counted for the owner."""
     response: Response | None = None

@@ -100,6 +100,8 @@ class Result:
     owner: str = ""
     step: Step | None = None
     """A step for the run's curves, recorded in the same transaction."""
+    loaded_directory: str | None = None
+    """Directory of the checkpoint that a load_weights read: its path may be another's later."""
     position: int | None = None
     """Position in the log of its model, which needs the operation again. None if the operation changed nothing."""
 

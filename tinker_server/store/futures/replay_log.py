@@ -26,7 +26,8 @@ class Entry:
     operation_kind: str
     seq_id: int
     content_type: str
-    accepted_at: float
+    loaded_directory: str | None
+    """Directory of the checkpoint that a load_weights read."""
     failure_category: str | None
     """`user` or `server` if it failed."""
 
@@ -39,7 +40,7 @@ async def entries(session: AsyncSession, model_id: str, after: int) -> list[Entr
         Future.kind,
         Future.seq_id,
         Future.request_type,
-        Future.created_at,
+        Future.loaded_directory,
         Future.failure_category,
     )
     query = select(*columns).where(Future.lane == model_id, Future.position > after)

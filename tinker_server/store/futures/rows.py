@@ -277,6 +277,7 @@ def _make_result_columns(request_id: str, result: Result) -> dict[str, object]:
     return {
         "id": request_id,
         "position": result.position,
+        "loaded_directory": result.loaded_directory,
         "status": "failed" if result.failed else "done",
         "result": result.body,
         "result_type": result.content_type,
