@@ -77,6 +77,21 @@ def test_098_checkpoints_are_deleted_with_their_files_and_nothing_else(
     assert len(list(directory.glob("weights/kept~*/steps"))) == 1
 
 
+def test_098_a_retried_deletion_deletes_nothing_more(training: tinker.TrainingClient, fake: Running) -> None:
+    """The SDK has a key for each call, and sends it again if the answer was lost."""
+    training.save_state("a").result()
+    url = f"/training_runs/{training.model_id}/checkpoints/weights/a"
+
+    def delete(key: str) -> int:
+        return fake.http.delete(url, headers={"x-idempotency-key": key}).status_code
+
+    assert [delete("first"), delete("first"), delete("second")] == [204, 204, 404]
+    path = training.save_state("a").result().path
+    assert delete("first") == 204
+    assert fake.post("/weights_info", tinker_path=path).status_code == 200
+    assert [delete("second"), delete("second"), delete("third")] == [204, 204, 404]
+
+
 def test_098_a_sampler_outlives_other_weights_and_says_so_of_its_own(
     client: tinker.ServiceClient, rest: tinker.RestClient, training: tinker.TrainingClient
 ) -> None:
@@ -274,6 +289,26 @@ def test_103_a_retried_copy_is_the_first_one(training: tinker.TrainingClient, fa
     assert [fake.http.post("/copy_weights", json=body).status_code for body in wrong] == [400] * 5
     unknown = {"source_path": source, "session_id": "nothing", "model_seq_id": 0}
     assert fake.http.post("/copy_weights", json=unknown).status_code == 404
+
+
+def test_103_a_retried_copy_is_the_first_one_though_its_source_is_deleted(
+    training: tinker.TrainingClient, fake: Running
+) -> None:
+    source = training.save_state("a").result().path
+    session_id = fake.session()
+
+    def copy(key: str, **place: Any) -> str:
+        body, headers = {"source_path": source, **place}, {"x-idempotency-key": key}
+        return str(fake.http.post("/copy_weights", json=body, headers=headers).json().get("tinker_path"))
+
+    def copy_to_both() -> list[str]:
+        return [copy("first", destination_project_id="p"), copy("first", session_id=session_id, model_seq_id=3)]
+
+    copies = copy_to_both()
+    fake.http.delete(f"/training_runs/{training.model_id}/checkpoints/weights/a")
+    assert copy_to_both() == copies and "None" not in copies
+    assert copy("second", destination_project_id="p") == "None"
+    assert copy("first", session_id=session_id, model_seq_id=4) == "None"
 
 
 def test_103_no_model_is_made_in_the_place_of_a_copy(training: tinker.TrainingClient, fake: Running) -> None:

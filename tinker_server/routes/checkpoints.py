@@ -56,7 +56,6 @@ from tinker_server.web.deps import (
     Checkpoints,
     Server,
     ServerUrl,
-    StorageDep,
 )
 from tinker_server.web.parameters import IdempotencyKey, LongPage, RunIdInPath
 from tinker_server.web.refusals import Described, describe
@@ -195,12 +194,16 @@ async def archive(path: CheckpointPath, server: Server, url: ServerUrl, caller: 
 
 @router.delete(CHECKPOINT, status_code=204, responses=OF_WEIGHTS)
 async def delete(
-    path: CheckpointPath, checkpoints: Checkpoints, storage: StorageDep, audit: Audit, caller: Caller
+    path: CheckpointPath, server: Server, caller: Caller, x_idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Delete the weights' record, then their files. Copies stay; sampling sessions that use the weights fail then."""
-    audit.admit(caller)
-    await storage.delete(await checkpoints.take(path, caller))
-    await _note(audit, caller, "checkpoint_deleted", path)
+    """Delete the weights' record, then their files. Copies stay; sampling sessions that use the weights fail then.
+
+    A retry with the same idempotency key changes nothing.
+    """
+    server.audit.admit(caller)
+    directory = await server.checkpoints.delete(path, caller, x_idempotency_key)
+    if directory is not None:
+        await server.storage.delete(directory)
     return Response(status_code=204)
 
 

@@ -1,5 +1,7 @@
 """Saved weights under their names."""
 
+import time
+import uuid
 from collections.abc import Iterator, Set
 
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
@@ -12,7 +14,7 @@ from tinker_server.store.catalog import OF_RUN, in_project, is_unexpired
 from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.directories import claim, release
 from tinker_server.store.records import Checkpoint, columns, record
-from tinker_server.store.tables import CheckpointRow, SessionRow, TrainingRunRow
+from tinker_server.store.tables import AuditEntryRow, CheckpointRow, SessionRow, TrainingRunRow
 
 
 def parse_path(text: str) -> TinkerPath:
@@ -86,12 +88,21 @@ class CheckpointStore:
     async def take(self, path: TinkerPath, owner: str) -> str:
         """Delete a checkpoint, expired or not; return its directory, now unreferenced. Raises UnknownCheckpoint."""
         async with self._db.write() as session:
-            row = await session.get(CheckpointRow, str(path))
-            if row is None or row.owner != owner:
-                raise _unknown(path)
-            directory = row.directory
-            await session.delete(row)
-            await release(session, [directory])
+            return await _take(session, path, owner)
+
+    async def delete(self, path: TinkerPath, owner: str, idempotency_key: str | None) -> str | None:
+        """Take a checkpoint as its owner asks, and record this in the audit log. None for a repeat, which has the same
+        key: the answer to the first request was lost. Raises UnknownCheckpoint."""
+        id_ = uuid.uuid4()
+        if idempotency_key is not None:
+            id_ = uuid.uuid5(uuid.NAMESPACE_URL, f"{owner}/{idempotency_key}/{path}")
+        details = {"model_id": path.run_id, "tinker_path": str(path)}
+        async with self._db.write() as session:
+            if await session.get(AuditEntryRow, id_.hex) is not None:
+                return None
+            directory = await _take(session, path, owner)
+            entry = {"entry_id": id_.hex, "owner": owner, "event": "checkpoint_deleted", "details": details}
+            session.add(AuditEntryRow(at=time.time(), **entry))
         return directory
 
     async def set_public(self, path: TinkerPath, public: bool, owner: str, now: float) -> None:
@@ -131,6 +142,15 @@ def _conditions(request: SearchCheckpointsRequest, caller: str, now: float) -> I
         yield row.kind == next(kind for kind, name in TYPES.items() if name == request.checkpoint_type)
     if request.base_models is not None:
         yield row.base_model.in_(request.base_models)
+
+
+async def _take(session: AsyncSession, path: TinkerPath, owner: str) -> str:
+    row = await session.get(CheckpointRow, str(path))
+    if row is None or row.owner != owner:
+        raise _unknown(path)
+    await session.delete(row)
+    await release(session, [row.directory])
+    return row.directory
 
 
 def _unknown(path: TinkerPath) -> UnknownCheckpoint:

@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import replace
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import ColumnElement, Select, select, update
 
 from tinker_server.api_schemas.listing import as_texts
 from tinker_server.api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
@@ -35,9 +35,8 @@ class SessionStore:
         async with self._db.write() as session:
             if idempotency_key is not None:
                 idempotency_key = f"{owner}/{idempotency_key}"
-                query = select(SessionRow).where(SessionRow.idempotency_key == idempotency_key)
-                if (first := (await session.scalars(query)).one_or_none()) is not None:
-                    return first.session_id
+                if (first := await session.scalar(_find_id(idempotency_key))) is not None:
+                    return first
             row = SessionRow(
                 session_id=str(uuid.uuid4()),
                 owner=owner,
@@ -53,6 +52,10 @@ class SessionStore:
             session.add(row)
         self._cached.put(row.session_id, record(Session, row))
         return row.session_id
+
+    async def find_made(self, idempotency_key: str, owner: str) -> str | None:
+        """Return the id of the session that `create` made for this key; None if there is none."""
+        return await self._db.look(lambda session: session.scalar(_find_id(f"{owner}/{idempotency_key}")))
 
     async def heartbeat(self, session_id: str, owner: str) -> None:
         """Note that the client is alive. Raises UnknownSession, HeartbeatEnded."""
@@ -126,6 +129,10 @@ class SessionStore:
             await session.execute(change, execution_options={"synchronize_session": False})
             changed = record(Session, await session.get_one(SessionRow, session_id, populate_existing=True))
         self._cached.put(session_id, changed)
+
+
+def _find_id(key_of_owner: str) -> Select[str]:
+    return select(SessionRow.session_id).where(SessionRow.idempotency_key == key_of_owner)
 
 
 def _unknown(session_id: str) -> UnknownSession:

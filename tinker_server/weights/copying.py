@@ -19,6 +19,8 @@ from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
 from tinker_server.weights.saving import check_ttl
 
+COPY = "copy_weights"
+
 
 async def make_finished_session(
     sessions: SessionStore, made_by: str, project_id: str | None, key: str | None, owner: str
@@ -53,7 +55,8 @@ def run_of_weights(
 
 
 class Copying:
-    """Copies weights, a single copy at a time. A copy has a training run of its own, which was never in memory."""
+    """Copies weights, a single copy of an owner at a time. A copy has a training run of its own, which was never in
+    memory."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class Copying:
         self._checkpoints = checkpoints
         self._storage = storage
         self._holdings = holdings
-        self._lock = asyncio.Lock()
+        self._owners: dict[str, asyncio.Lock] = {}
 
     async def copy(
         self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str, readers: Set[str]
@@ -82,14 +85,13 @@ class Copying:
         check_ttl(request.ttl_seconds)
         source = parse_path(request.source_path)
         now = time.time()
-        async with self._lock:
+        async with self._owners.setdefault(owner, asyncio.Lock()):  # the room is free until the copy takes it
+            if (first := await self._find_first(request, source, idempotency_key, owner)) is not None:
+                return first
             checkpoint = await self._checkpoints.require_readable(source, readers, now)
             session_id, number = await self._place(request, idempotency_key, owner)
             path = TinkerPath(ids.model_id(session_id, number), source.kind, source.name)
             if await self._runs.find(path.run_id) is not None:
-                first = await self._checkpoints.find(path)
-                if first is not None and first.copied_from == str(source):
-                    return path
                 raise BadRequest(f"{path.run_id} is in use, and not for a copy of {source}")
             await self._holdings.require_room(owner, checkpoint.size_bytes)
             base = checkpoint.base_model, checkpoint.base_fingerprint
@@ -99,11 +101,23 @@ class Copying:
             await self._write(checkpoint, path, run, expires_at)
         return path
 
+    async def _find_first(
+        self, request: CopyWeightsRequest, source: TinkerPath, idempotency_key: str | None, owner: str
+    ) -> TinkerPath | None:
+        """Return the path of the copy that an earlier try of this request made. The source may be gone since."""
+        session_id, number = request.session_id, request.model_seq_id
+        if request.destination_project_id is not None and idempotency_key is not None:
+            session_id, number = await self._sessions.find_made(f"{COPY}:{idempotency_key}", owner), 0
+        if session_id is None or number is None:
+            return None
+        path = TinkerPath(ids.model_id(session_id, number), source.kind, source.name)
+        first = await self._checkpoints.find(path)
+        return path if first is not None and (first.owner, first.copied_from) == (owner, str(source)) else None
+
     async def _place(self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str) -> tuple[str, int]:
         match request.destination_project_id, request.session_id, request.model_seq_id:
             case str(project_id), None, None:
-                made_by = "copy_weights"
-                return await make_finished_session(self._sessions, made_by, project_id, idempotency_key, owner), 0
+                return await make_finished_session(self._sessions, COPY, project_id, idempotency_key, owner), 0
             case None, str(session_id), int(number):
                 await self._sessions.require(session_id, owner, must_be_open=True)
                 return session_id, number

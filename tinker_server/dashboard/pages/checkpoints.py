@@ -89,7 +89,7 @@ async def download(path: CheckpointPath, server: Server, viewer: Viewing, url: S
 @router.delete(ONE)
 async def delete(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
     """Delete the weights and their files."""
-    await api.delete(path, server.checkpoints, server.storage, server.audit, viewer.owner)
+    await api.delete(path, server, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
 
 

@@ -17,7 +17,7 @@ from tinker_server.api_schemas.checkpoints import CopyWeightsRequest, UploadStar
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ModelInput
 from tinker_server.api_schemas.sampling import SampleRequest, SamplingParams
 from tinker_server.api_schemas.training import LoraConfig
-from tinker_server.api_schemas.weights import SaveWeightsForSamplerRequest
+from tinker_server.api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest
 from tinker_server.auth.keys import LOCAL
 from tinker_server.backends.protocol import InvalidInput, LoadedModel, SamplingTask
 from tinker_server.errors import UnknownCheckpoint
@@ -30,19 +30,19 @@ async def step(client: Client, number: int, model_id: str | None = None) -> None
     assert not (await client.result(await client.optim_step(number + 1, model_id))).failed
 
 
+async def refuse_to_write(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 async def test_a_model_is_not_restored_by_weights_that_were_saved_anew_under_the_path_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its snapshot failed, so that its log begins with the path that it was loaded from."""
-
-    async def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     async with server(tmp_path) as client:
         await client.result(await client.create_model())
         await step(client, 1)
         await client.result(await client.save(3, "latest"))
-        monkeypatch.setattr(client.trainer, "snapshot", fail)
+        monkeypatch.setattr(client.trainer, "snapshot", refuse_to_write)
         other, path = f"{client.session_id}:train:1", f"tinker://{client.model_id}/weights/latest"
         assert not (await client.result(await client.load_as(1, path, optimizer=True))).failed
         await step(client, 4)
@@ -51,6 +51,50 @@ async def test_a_model_is_not_restored_by_weights_that_were_saved_anew_under_the
         client.trainer.lose(other)
         failed = await client.result(await client.forward_backward(3, model_id=other))
         assert "cannot be restored" in str(failed.body) and "was saved anew" in str(failed.body)
+
+
+async def test_a_model_is_not_restored_by_weights_that_were_being_saved_when_it_was_loaded_from_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        await client.result(await client.save(1, "latest"))
+        await step(client, 2)
+        save, waits, goes_on = client.trainer.save, asyncio.Event(), asyncio.Event()
+
+        async def wait_and_save(*arguments: Any) -> None:
+            waits.set()
+            await goes_on.wait()
+            await save(*arguments)
+
+        monkeypatch.setattr(client.trainer, "save", wait_and_save)
+        monkeypatch.setattr(client.trainer, "snapshot", refuse_to_write)
+        saving = await client.save(4, "latest", overwrite=True)
+        await waits.wait()
+        other, path = f"{client.session_id}:train:1", f"tinker://{client.model_id}/weights/latest"
+        assert not (await client.result(await client.load_as(1, path, optimizer=True))).failed
+        goes_on.set()
+        assert not (await client.result(saving)).failed
+        client.trainer.lose(other)
+        failed = await client.result(await client.forward_backward(1, model_id=other))
+        assert "cannot be restored" in str(failed.body) and "was saved anew" in str(failed.body)
+
+
+async def test_a_model_is_restored_by_weights_that_were_saved_after_their_load_was_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        await step(client, 1)
+        path = f"tinker://{client.model_id}/weights/latest"
+        monkeypatch.setattr(client.trainer, "snapshot", refuse_to_write)
+        request = LoadWeightsRequest(model_id=client.model_id, seq_id=4, path=path, optimizer=True)
+        loading = await client.submit("load_weights", request, 4)  # it waits for the save, which has the number before
+        await client.result(await client.save(3, "latest"))
+        assert not (await client.result(loading)).failed
+        client.trainer.lose(client.model_id)
+        assert not (await client.result(await client.forward_backward(5))).failed
+        assert client.trainer.steps[client.model_id] == 1
 
 
 async def test_a_copy_of_weights_that_are_deleted_meanwhile_is_not_acknowledged(
@@ -73,6 +117,30 @@ async def test_a_copy_of_weights_that_are_deleted_meanwhile_is_not_acknowledged(
         request = CopyWeightsRequest(source_path=path, destination_project_id="p")
         with pytest.raises(UnknownCheckpoint, match="was deleted, or saved anew, while it was copied"):
             await services.copying.copy(request, None, LOCAL, {LOCAL})
+
+
+async def test_an_owners_copy_waits_for_no_other_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with server(tmp_path) as client:
+        services = client.services
+        await client.result(await client.create_model())
+        await client.result(await client.save_named_for_sampler(1, "latest"))
+        path = f"tinker://{client.model_id}/sampler_weights/latest"
+        copy, waits, goes_on = services.storage.copy, asyncio.Event(), asyncio.Event()
+
+        async def copy_later(source: str, target: str) -> None:
+            waits.set()
+            await goes_on.wait()
+            await copy(source, target)
+
+        request = CopyWeightsRequest(source_path=path, destination_project_id="p")
+        monkeypatch.setattr(services.storage, "copy", copy_later)
+        slow = asyncio.create_task(services.copying.copy(request, None, LOCAL, {LOCAL}))
+        await waits.wait()
+        monkeypatch.setattr(services.storage, "copy", copy)
+        await asyncio.wait_for(services.copying.copy(request, None, "another", {LOCAL}), 10)
+        assert not slow.done()
+        goes_on.set()
+        await slow
 
 
 async def test_a_sample_whose_engine_dies_goes_on_with_the_newer_weights_of_its_session(
