@@ -351,6 +351,8 @@ class ChatTask:
     """Largest size of a prompt with its continuations that is returned for people to read; 0: none is."""
     num_sequences: int = 1
     """Number of sequences that the engine samples: choices of each prompt."""
+    image_fields: tuple[str, ...] = ()
+    """Fields of the body that are images, as `messages.0.content.1.image_url.url`."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, Model
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.protocol import ChatEndpoint, ChatTask, ChatUsage
 from tinker_server.backends.sampler.pool import SamplerPool
+from tinker_server.chat.images import sources
 
 TEXT: list[dict[str, Any]] = [
     {"role": "system", "content": "hello system"},
@@ -23,7 +24,9 @@ async def emitted(
     sampler: SamplerPool, endpoint: ChatEndpoint, weights: Path | None = None, **body: Any
 ) -> tuple[list[str], ChatUsage]:
     parts: list[str] = []
-    usage = await sampler.chat(ChatTask(endpoint, {"model": "tiny", **body}, weights, "somebody"), parts.append)
+    fields = tuple(field for field, _, _ in sources(body.get("messages"), "messages"))
+    task = ChatTask(endpoint, {"model": "tiny", **body}, weights, "somebody", image_fields=fields)
+    usage = await sampler.chat(task, parts.append)
     return parts, usage
 
 

@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -32,21 +32,26 @@ class ImageAddresses:
     max_bytes: int
     """Bytes of all images that one request names; one that is named twice counts twice."""
 
-    async def read_all(self, addresses: Iterable[str], where: str, owner: str) -> dict[str, bytes]:
+    async def read_all(self, named_at: Sequence[tuple[str, str]], where: str, owner: str) -> dict[str, bytes]:
         """Read the images that an owner's request names, each address once, and after those of the owner's requests
-        before it. Raises BadRequest as `read` does, and for too many addresses, or too many bytes in all; `where` says
-        what of the request names them. Raises Busy if others take long.
+        before it. `named_at` has the place of each address in the request. Raises BadRequest as `read` does, with the
+        place, and for too many addresses, or too many bytes in all; `where` says what of the request names them. Raises
+        Busy if others take long.
         """
-        named = Counter(addresses)
+        named = Counter(address for _, address in named_at)
         if len(named) > MAX_ADDRESSES:
             raise BadRequest(f"{where} name {len(named)} addresses of images; {MAX_ADDRESSES} are allowed")
         if not named:
             return {}
+        places = {address: place for place, address in reversed(named_at)}
         files: dict[str, bytes] = {}
         num_bytes = 0
         async with _READING.hold(owner):
             for address, times in named.items():
-                files[address] = await self.read(address, owner)
+                try:
+                    files[address] = await self.read(address, owner)
+                except BadRequest as error:
+                    raise BadRequest(f"{places[address]}: {error}") from None
                 num_bytes += len(files[address]) * times
                 if num_bytes > self.max_bytes:
                     raise BadRequest(f"the images that {where} name have more than {self.max_bytes} bytes in all")

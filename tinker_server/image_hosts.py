@@ -104,7 +104,7 @@ async def _read_body(address: Address, url: httpx.URL, max_bytes: int) -> bytes:
             extensions={"sni_hostname": name},
         ) as answer,
     ):
-        kind = answer.headers.get("content-type", "").partition(";")[0].strip()
+        kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
         if answer.status_code != 200 or kind not in _KINDS:
             raise BadRequest(f"{_quote(str(url))} answers {answer.status_code} with {kind or 'nothing'}")
         encoding = answer.headers.get("content-encoding", "identity")

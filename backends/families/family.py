@@ -29,7 +29,7 @@ class ImageSpan:
     grid: tuple[int, int]
     """Rows and columns, as the model's `Vision` counts them."""
     num_pixels: int
-    """Pixels of the file, before it is resized."""
+    """Pixels of the file, before it is resized; more for a JPEG of many scans, by the time that it takes to decode."""
 
 
 @dataclass(frozen=True)

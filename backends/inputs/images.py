@@ -7,6 +7,7 @@ import zlib
 
 from PIL import ExifTags, Image
 
+Image.MAX_IMAGE_PIXELS = None  # else a smaller limit of Pillow's would come before the caller's
 _DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 """Grayscale deeper than 8 bits: Pillow's conversion to RGB would clip it to white."""
 _TRANSPOSES = {
@@ -39,6 +40,10 @@ _COMPRESSED = frozenset({b"iCCP", b"zTXt", b"iTXt"})
 _MAX_EXIF_BYTES = 1 << 18
 """Pillow reads so many bytes of entries in 0.1 s, and joins a JPEG's segments at the square of their number. Cameras
 write a single segment, of 64 kB at most."""
+USUAL_SCANS = 12
+"""Most scans of a progressive JPEG that writers make by themselves."""
+_SCANS = "scans of the file"
+"""The key of a number in the notes of an opened image."""
 _MAX_FULL_SCANS = 100
 """Most scans of a progressive JPEG of the largest size; smaller images may have more. Each goes over all pixels. Ten
 are usual, and fifty bytes make one."""
@@ -79,7 +84,14 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     if image.mode in _DEEP_MODES:
         raise BadImage("the image has more than 8 bits a channel; convert it to 8 bits")
     _check_exif(max(len(image.info.get("exif", b"")), len(image.info.get("Raw profile type exif", "")) // 2))
+    image.info[_SCANS] = scans
     return image
+
+
+def cost_of(image: Image.Image) -> int:
+    """Return the pixels of an opened image, as many times more as it has more scans than usual."""
+    scans: int = image.info[_SCANS]
+    return image.width * image.height * max(USUAL_SCANS, scans) // USUAL_SCANS
 
 
 def size_of(image: Image.Image) -> tuple[int, int]:

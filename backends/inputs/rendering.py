@@ -7,7 +7,7 @@ and no tokenizer.
 T tokens
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +21,15 @@ from transformers import AutoConfig
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from tinker_server.backends.families.family import ImageSpan, RenderedImage, Vision
 from tinker_server.backends.families.registry import find_family
-from tinker_server.backends.inputs.images import BadImage, decode, open_image, size_of
+from tinker_server.backends.inputs.images import USUAL_SCANS, BadImage, cost_of, decode, open_image, size_of
 from tinker_server.backends.inputs.prefetch import Prefetcher
 from tinker_server.backends.lru import LRU
 from tinker_server.backends.protocol import InvalidInput
 
 _PREFETCH_BYTES = 1 << 28
 MAX_LARGEST_IMAGES = 10
-"""All images of a request may have as many pixels as this many of the largest size. Decoding 50 million takes 3 s."""
+"""Images of a request may take as long to decode as this many of the largest size. Ten of 50 million
+pixels take 3 s."""
 
 
 class Layout(NamedTuple):
@@ -75,15 +76,15 @@ class Renderer:
         """Images still referenced: an image of several inputs is decoded once."""
         self._prefetcher: Prefetcher[RenderedImage] = Prefetcher(_PREFETCH_BYTES)
 
-    def layout(self, model_input: ModelInput, where: str) -> Layout:
+    def layout(self, model_input: ModelInput, where: str | Sequence[str]) -> Layout:
         """Return the positions of an input; of its images only the headers are read.
 
-        `where` begins the message of every InvalidInput, e.g. "datum 3".
+        `where` begins the message of every InvalidInput, e.g. "datum 3", or has the beginning for each chunk.
         """
         length = 0
         spans: list[ImageSpan] = []
         for index, chunk in enumerate(model_input.chunks):
-            at = f"{where}, chunk {index}"
+            at = _place(where, index)
             if isinstance(chunk, EncodedTextChunk):
                 self._check_tokens(chunk.tokens, at)
                 length += len(chunk.tokens)
@@ -97,14 +98,17 @@ class Renderer:
                     f"{at}: {chunk.type} chunks are not supported; send encoded_text"
                     + (" or image chunks with the file's bytes" if self.takes_images else " chunks")
                 )
-        self.check_pixels(sum(span.num_pixels for span in spans), where)
+        self.check_pixels(sum(span.num_pixels for span in spans), where if isinstance(where, str) else "the request")
         return Layout(length, spans)
 
     def check_pixels(self, num_pixels: int, where: str) -> None:
         """Raise InvalidInput if a request has so many pixels in all that decoding them would delay others."""
         allowed = MAX_LARGEST_IMAGES * self._max_image_pixels
         if num_pixels > allowed:
-            raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")
+            raise InvalidInput(
+                f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request (a JPEG of more"
+                f" than {USUAL_SCANS} scans counts as its pixels times scans / {USUAL_SCANS})"
+            )
 
     def pixel_bytes(self, images: Iterable[bytes]) -> int:
         """Return the bytes of the pixels of image files before normalisation, from their headers; others have none."""
@@ -119,7 +123,7 @@ class Renderer:
     def render(
         self,
         model_input: ModelInput,
-        where: str,
+        where: str | Sequence[str],
         known: Container[str] = frozenset(),
         layout: Layout | None = None,
     ) -> Rendered:
@@ -140,9 +144,10 @@ class Renderer:
                 assert isinstance(chunk, ImageChunk)
                 span = next(remaining)
                 end = offset + span.num_tokens
-                vision = self._vision(where)
+                at = _place(where, index)
+                vision = self._vision(at)
                 token_ids_T[offset:end] = vision.image_ids(span)
-                images.append(self._image(vision, chunk, span, known, f"{where}, chunk {index}"))
+                images.append(self._image(vision, chunk, span, known, at))
             offset = end
         return Rendered(token_ids_T, spans, images)
 
@@ -187,14 +192,13 @@ class Renderer:
     def _span(self, vision: Vision, chunk: ImageChunk, offset: int, at: str) -> ImageSpan:
         try:
             with open_image(chunk.data, self._max_image_pixels) as image:
-                width, height = size_of(image)
-            grid = vision.grid(width, height)
+                grid, cost = vision.grid(*size_of(image)), cost_of(image)
         except ValueError as error:  # BadImage, or the processor's own limit on the aspect ratio
             raise InvalidInput(f"{at}: {error}") from None
         num_tokens, expected = vision.num_tokens(grid), chunk.expected_tokens
         if expected is not None and expected != num_tokens:
             raise InvalidInput(f"{at}: Expected {expected} tokens, got {num_tokens} from image")
-        return ImageSpan(offset, num_tokens, grid, width * height)
+        return ImageSpan(offset, num_tokens, grid, cost)
 
     def _image(
         self, vision: Vision, chunk: ImageChunk, span: ImageSpan, known: Container[str], at: str
@@ -223,6 +227,10 @@ class Renderer:
         if self._pixel_dtype != torch.uint8:
             tensor = vision.normalise(tensor, self._pixel_dtype)
         return tensor.pin_memory() if self._pins_pixels else tensor
+
+
+def _place(where: str | Sequence[str], index: int) -> str:
+    return f"{where}, chunk {index}" if isinstance(where, str) else where[index]
 
 
 def images_of(model_input: ModelInput, layout: Layout) -> Iterator[tuple[str, bytes, ImageSpan]]:

@@ -130,6 +130,7 @@ def test_a_sample_sees_the_file(server: Running, pictures: Path, monkeypatch: py
 def test_nothing_else_is_read(server: Running, pictures: Path, name: str, reason: str) -> None:
     refused = server.sample(server.sampler(), prompt={"chunks": [by_address(name.format(pictures))]})
     assert refused.status_code == 400 and reason in refused.text
+    assert refused.json()["detail"].startswith("prompt, chunk 0: "), refused.text
 
 
 def test_where_the_operator_names_nothing_the_refusal_says_how(tmp_path: Path) -> None:
@@ -144,9 +145,10 @@ def test_where_the_operator_names_nothing_the_refusal_says_how(tmp_path: Path) -
 
 def test_a_refused_image_makes_the_gradient_incomplete_and_the_model_goes_on(server: Running) -> None:
     model_id = server.model()
-    batch = batch_of(by_address("/etc/passwd"))
+    batch = batch_of({"type": "encoded_text", "tokens": [5]})
+    batch["data"] += batch_of(by_address("/etc/passwd"))["data"]
     refused = server.post("/forward_backward", model_id=model_id, seq_id=1, forward_backward_input=batch)
-    assert refused.status_code == 400
+    assert refused.status_code == 400 and "datum 1, chunk 1: the image '/etc/passwd'" in refused.text
     adam = {"learning_rate": 1e-4}
     step = server.result(server.post("/optim_step", model_id=model_id, seq_id=2, adam_params=adam))
     assert "incomplete" in step.text

@@ -361,7 +361,13 @@ def test_addresses_of_images_are_fetched_from_named_hosts_alone(server: Running)
         assert refused.status_code == 400 and "image_hosts" in words_of(refused), address
     source = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/x"}}
     nested = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [source]}]}]
-    assert "image_hosts" in words_of(post(server, ANTHROPIC[0], messages=nested))
+    said = words_of(post(server, ANTHROPIC[0], messages=nested))
+    assert said.startswith("messages.0.content.0.content.0.source.url: ") and "image_hosts" in said
+    data = "DATA:image/png;base64,iVBORw0KGgo="
+    assert post(server, OPENAI[0], messages=with_image(data)).status_code == 200
+    task = server.backend.tiny.sampler.chats[-1]
+    assert task.body["messages"][0]["content"][0]["image_url"]["url"] == data
+    assert task.image_fields == ("messages.0.content.0.image_url.url",)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 18765), Images) as images:
         threading.Thread(target=images.serve_forever, daemon=True).start()
         assert post(server, OPENAI[0], messages=with_image("http://127.0.0.1:18765/good.png")).status_code == 200

@@ -49,7 +49,8 @@ class Chats:
             read_bytes = await with_data(request.endpoint, request.body, addresses, owner)
             with self._admission.samples.count(owner, 0, read_bytes, 0):
                 kept_bytes, count = self._gallery.chat_bytes, request.num_sequences
-                task = ChatTask(request.endpoint, request.body, weights, owner, kept_bytes, count)
+                fields = request.image_fields
+                task = ChatTask(request.endpoint, request.body, weights, owner, kept_bytes, count, fields)
                 image_bytes = await self._image_bytes(request, found.base_model, owner, read_bytes)
                 with self._admission.samples.count(owner, 0, 0, image_bytes):
                     async for part in self._parts(task, found):

@@ -9,6 +9,8 @@ from tinker_server.errors import BadField, BadRequest
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.offload import off_loop
 
+DATA = "data:"
+"""Begins a data URI, in capitals or not (RFC 3986, section 3.1)."""
 _SLICE = 1 << 20
 """Characters of base64, four of which are three bytes."""
 _PNG = b"\x89PNG"
@@ -20,17 +22,17 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: 
     if endpoint == "completions":
         return 0
     named = [
-        (holder, key)
-        for holder, key in sources(body.get("messages"))
-        if key != "data" and isinstance(holder[key], str) and not holder[key].startswith("data:")
+        (field, holder, key)
+        for field, holder, key in sources(body.get("messages"), "messages")
+        if key != "data" and isinstance(holder[key], str) and not _is_data(holder[key])
     ]
     try:
-        data = await addresses.read_all((holder[key] for holder, key in named), "messages", owner)
+        data = await addresses.read_all([(field, holder[key]) for field, holder, key in named], "messages", owner)
     except BadRequest as error:
         raise BadField(str(error), "messages") from None
     num_bytes = sum(map(len, data.values()))
     uris = await off_loop(owner, num_bytes, _uris, data)
-    for holder, key in named:
+    for _, holder, key in named:
         holder[key] = uris[holder[key]]
     return num_bytes
 
@@ -50,13 +52,17 @@ def files(body: dict[str, object]) -> list[bytes]:
     found: list[bytes] = []
     decoded: dict[str, bytes] = {}
     """A file for an image that the conversation has several times."""
-    for holder, key in sources(body.get("messages")):
+    for _, holder, key in sources(body.get("messages"), "messages"):
         text = holder[key]
-        if isinstance(text, str) and (key == "data" or text.startswith("data:")):
+        if isinstance(text, str) and (key == "data" or _is_data(text)):
             if text not in decoded:
                 decoded[text] = _decode(text if key == "data" else text.partition(",")[2])
             found.append(decoded[text])
     return found
+
+
+def _is_data(address: str) -> bool:
+    return address[: len(DATA)].lower() == DATA
 
 
 def _decode(text: str) -> bytes:
@@ -67,20 +73,21 @@ def _decode(text: str) -> bytes:
         return b""
 
 
-def sources(value: object) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each object that holds an image's address or data, in either vendor's form, with the key of it."""
+def sources(value: object, field: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name of each field that is an image's address or data, in either vendor's form, with the object that
+    holds it and its key there. `field` names the value."""
     if isinstance(value, list):
-        for part in value:
-            yield from sources(part)
+        for index, part in enumerate(value):
+            yield from sources(part, f"{field}.{index}")
     elif isinstance(value, dict):
         image = value.get("image_url")
         if isinstance(image, str):
-            yield value, "image_url"
+            yield f"{field}.image_url", value, "image_url"
         elif isinstance(image, dict) and "url" in image:
-            yield image, "url"
+            yield f"{field}.image_url.url", image, "url"
         source = value.get("source")
         if isinstance(source, dict) and source.get("type") == "url":
-            yield source, "url"
+            yield f"{field}.source.url", source, "url"
         if isinstance(source, dict) and source.get("type") == "base64" and "data" in source:
-            yield source, "data"
-        yield from sources(value.get("content"))
+            yield f"{field}.source.data", source, "data"
+        yield from sources(value.get("content"), f"{field}.content")

@@ -11,7 +11,7 @@ from tinker_server.api_schemas.inputs import MAX_IMAGE_CHARS
 from tinker_server.backends.protocol import ChatEndpoint
 from tinker_server.chat.bounds import MAX_NAME, count_text, quote, require_bounded
 from tinker_server.chat.fields import ANY, SHAPES, is_moot, require_known
-from tinker_server.chat.images import sources
+from tinker_server.chat.images import DATA, sources
 from tinker_server.chat.messages import require_arguments
 from tinker_server.errors import BadField
 
@@ -70,6 +70,8 @@ class ChatRequest:
     """Number of sequences that the engine samples."""
     body: dict[str, object]
     size_bytes: int
+    image_fields: tuple[str, ...]
+    """As in ChatTask."""
 
 
 async def receive(pieces: AsyncIterable[bytes]) -> bytearray:
@@ -98,7 +100,8 @@ async def receive(pieces: AsyncIterable[bytes]) -> bytearray:
 
 def _is_image(content: bytearray, at: int) -> bool:
     """Return whether the string that begins here is an image's data, in either vendor's form."""
-    return content.startswith(b"data:", at) or _DATA_FIELD.search(content, max(0, at - 16), at) is not None
+    is_uri = content[at : at + len(DATA)].lower() == DATA.encode()
+    return is_uri or _DATA_FIELD.search(content, max(0, at - 16), at) is not None
 
 
 def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
@@ -140,8 +143,8 @@ def check(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Chat
             raise BadField(f"{field} {problem}", field)
     require_bounded(body)
     # What `receive` takes for an image may be a text.
-    sent = () if endpoint == "completions" else sources(body.get("messages"))
-    images = sum(len(holder[key]) for holder, key in sent if isinstance(holder[key], str))
+    sent = [] if endpoint == "completions" else list(sources(body.get("messages"), "messages"))
+    images = sum(len(holder[key]) for _, holder, key in sent if isinstance(holder[key], str))
     if count_text(body) - images > MAX_TEXT_BYTES:
         raise BadField(f"the request has more than {MAX_TEXT_BYTES} bytes beside its images")
     require_known(body, SHAPES[endpoint])
@@ -155,7 +158,8 @@ def check(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Chat
     prompts = _num_prompts(body.get("prompt"))
     if prompts * n > MAX_CHOICES:
         raise BadField(f"{prompts} prompts with n {n}; {MAX_CHOICES} sequences are allowed in one request", "prompt")
-    return ChatRequest(endpoint, model, streamed, prompts * n, body, size_bytes)
+    fields = tuple(field for field, _, _ in sent)
+    return ChatRequest(endpoint, model, streamed, prompts * n, body, size_bytes, fields)
 
 
 def _get_field(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:

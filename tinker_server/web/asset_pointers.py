@@ -1,7 +1,7 @@
 """Images that a request names by address (`image_asset_pointer` chunks). They are read before the request is accepted,
 so that it means the same whenever it runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 from tinker_server.api_schemas.base import Request
@@ -22,9 +22,9 @@ async def with_images(request: R, addresses: ImageAddresses, owner: str) -> R | 
     Raises BadRequest for an image that may not or cannot be read, and for too many bytes in all.
     """
     pointers = [
-        chunk
-        for model_input in _inputs(request)
-        for chunk in model_input.chunks
+        (f"{where}, chunk {index}", chunk.location)
+        for where, model_input in _inputs(request)
+        for index, chunk in enumerate(model_input.chunks)
         if isinstance(chunk, ImageAssetPointerChunk)
     ]
     if not pointers:
@@ -34,20 +34,18 @@ async def with_images(request: R, addresses: ImageAddresses, owner: str) -> R | 
             "image_asset_pointer chunks are not supported here: the operator names no host (setting image_hosts) and no"
             " directory (image_directories) that images are read from; send image chunks with the file's bytes"
         )
-    locations = [pointer.location for pointer in pointers]
-    files = await addresses.read_all(locations, "image_asset_pointer chunks", owner)
+    files = await addresses.read_all(pointers, "image_asset_pointer chunks", owner)
     return await off_loop(owner, LARGE, _replace, request, files)
 
 
-def _inputs(request: Request) -> Sequence[ModelInput]:
+def _inputs(request: Request) -> Iterator[tuple[str, ModelInput]]:
+    """Yield the inputs of a request, each with its name."""
     match request:
         case SampleRequest():
-            return [request.prompt]
-        case ForwardBackwardRequest():
-            return [datum.model_input for datum in request.forward_backward_input.data]
-        case ForwardRequest():
-            return [datum.model_input for datum in request.forward_input.data]
-    return []
+            yield "prompt", request.prompt
+        case ForwardBackwardRequest(forward_backward_input=batch) | ForwardRequest(forward_input=batch):
+            for index, datum in enumerate(batch.data):
+                yield f"datum {index}", datum.model_input
 
 
 def _replace(request: R, files: dict[str, bytes]) -> R:

@@ -50,7 +50,7 @@ from tinker_server.backends.sampler.engine.engine import (
 )
 from tinker_server.backends.sampler.engine.fair_admission import FairAdmission
 from tinker_server.backends.sampler.engine.grammars import Grammars
-from tinker_server.backends.sampler.engine.requests import Prompt, sampling_params
+from tinker_server.backends.sampler.engine.requests import THREADS, Prompt, sampling_params
 from tinker_server.backends.sampler.engine.sequences import Sequences, end_process, ending_with
 from tinker_server.backends.sampler.engine.versions import VersionCache
 from tinker_server.backends.sampler.engine.vllm_patches.routed_experts import allow_on_cpu, keep_routing
@@ -138,7 +138,8 @@ class SamplerProcess:
             rendered, _ = await prompt.render()
             if self._routing is not None and (model_id := self._weights.model_id(held)):
                 keep = partial(keep_routing, self._routing, (task.owner, model_id, task.request_id))
-                await asyncio.to_thread(keep, rendered, [output.outputs[0] for output in outputs], task.first)
+                drawn = [output.outputs[0] for output in outputs]
+                await THREADS.run(task.owner, keep, rendered, drawn, task.first)
         self._tasks_done += 1
         return answer(task, rendered, outputs)
 

@@ -5,6 +5,7 @@ P prompt positions after the first, N tokens of an image, K chosen tokens
 
 import asyncio
 import hashlib
+import os
 import secrets
 from collections.abc import Sequence
 
@@ -18,15 +19,24 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tinker_server.api_schemas.inputs import QUICK_CHUNKS, ImageChunk, ModelInput
 from tinker_server.backends.families.family import ImageSpan, Vision
 from tinker_server.backends.inputs.rendering import Rendered, Renderer
+from tinker_server.backends.processes.fair_threads import FairThreads
 from tinker_server.backends.protocol import PromptScores, SamplingTask
 from tinker_server.backends.sampler.engine.vllm_patches.prompt_scores import Asked, extra_args
+
+_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
+"""As many threads as an event loop's own."""
+THREADS = FairThreads(_AT_ONCE, "requests", of_owner=_AT_ONCE // 2)
+"""Threads for work on what owners have sent. Images of a prompt may take seconds, and no other owner waits for them."""
 
 
 class Prompt:
     """A prompt rendered when its first sequence is admitted, so that waiting requests hold no pixels."""
 
-    def __init__(self, renderer: Renderer, model_input: ModelInput, owner: str) -> None:
-        self._renderer, self._model_input, self._owner = renderer, model_input, owner
+    def __init__(
+        self, renderer: Renderer, model_input: ModelInput, owner: str, where: str | Sequence[str] = "prompt"
+    ) -> None:
+        """`where` is as in `Renderer.layout`."""
+        self._renderer, self._model_input, self._owner, self._where = renderer, model_input, owner, where
         self._lock = asyncio.Lock()
         self._result: tuple[Rendered, EngineInput] | None = None
 
@@ -36,11 +46,11 @@ class Prompt:
             if self._result is None:
                 chunks = self._model_input.chunks
                 is_long = len(chunks) > QUICK_CHUNKS or any(isinstance(chunk, ImageChunk) for chunk in chunks)
-                self._result = await asyncio.to_thread(self._render) if is_long else self._render()
+                self._result = await THREADS.run(self._owner, self._render) if is_long else self._render()
             return self._result
 
     def _render(self) -> tuple[Rendered, EngineInput]:
-        rendered = self._renderer.render(self._model_input, "prompt")
+        rendered = self._renderer.render(self._model_input, self._where)
         return rendered, engine_input(rendered, self._renderer.family.vision, self._owner)
 
 

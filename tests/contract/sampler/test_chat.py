@@ -167,8 +167,8 @@ async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler,
             [{"role": "user", "content": [*seeing(PNG)[0]["content"], {"type": "text", "text": "<|image_pad|>"}]}],
             "places",
         ),
-        (seeing(b"no image"), "not a readable PNG or JPEG"),
-        (seeing(photo(96, 64)[:2000]), "does not decode"),
+        (seeing(PNG, b"no image"), r"^messages\.0\.content\.3\.image_url\.url: .* not a readable PNG or JPEG"),
+        (seeing(PNG, photo(96, 64)[:2000]), r"^messages\.0\.content\.3\.image_url\.url: .* does not decode"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}], "data URI"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
@@ -188,6 +188,34 @@ async def test_what_cannot_be_read_is_refused_by_name(sampler, messages, text):
     for stream in (False, True):
         with pytest.raises(InvalidInput, match=text):
             await emitted(sampler, "chat_completions", messages=messages, max_tokens=4, stream=stream)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more"), [("messages", {"max_tokens": 4}), ("count_tokens", {})], ids=["messages", "count"]
+)
+async def test_an_image_of_anthropics_form_is_refused_by_its_own_field(sampler, endpoint, more):
+    """Also where vLLM puts a tool's images before those that come first."""
+
+    def part(data: str, kind: str = "image/png") -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+
+    good, cut = (base64.b64encode(data).decode() for data in (PNG, photo(96, 64)[:30]))
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [part(good)]}
+    for content, text in (
+        ([part(good), part("@@")], r"^messages\.0\.content\.1\.source\.data: the image's data is not base64"),
+        ([part(good), part(good, "text/plain")], r"^messages\.0\.content\.0\.source\.data: .*media_type image/png"),
+        ([part(cut), result], r"^messages\.0\.content\.0\.source\.data: .* not a readable PNG or JPEG"),
+    ):
+        with pytest.raises(InvalidInput, match=text):
+            await emitted(sampler, endpoint, messages=[{"role": "user", "content": content}], **more)
+
+
+async def test_a_data_uri_may_be_in_capitals(sampler):
+    plain, capitals = seeing(PNG), seeing(PNG)
+    capitals[0]["content"][1]["image_url"]["url"] = uri(PNG).replace("data:image/png;base64", "DATA:IMAGE/PNG;BASE64")
+    answers = [await chat(sampler, messages, temperature=0) for messages in (plain, capitals)]
+    assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
+    assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]
 
 
 async def test_weights_that_diverged_are_named_and_not_sampled(sampler, reference, tmp_path):

@@ -25,7 +25,7 @@ async def test_an_owners_requests_read_their_images_in_turn_and_others_beside_th
     monkeypatch.setattr(ImageAddresses, "read", read)
     addresses = ImageAddresses((), (tmp_path,), 100)
     asked = [
-        asyncio.create_task(addresses.read_all([f"/{owner}{number}", "/b"], "messages", owner))
+        asyncio.create_task(addresses.read_all([("a", f"/{owner}{number}"), ("b", "/b")], "messages", owner))
         for owner in ("alice", "bob")
         for number in range(5)
     ]

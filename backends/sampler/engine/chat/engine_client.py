@@ -21,7 +21,7 @@ from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
 from tinker_server.backends.sampler.engine.adapters import Version
 from tinker_server.backends.sampler.engine.answers import check_finite, divergence_error
-from tinker_server.backends.sampler.engine.chat.prompts import MODEL_INPUT
+from tinker_server.backends.sampler.engine.chat.prompts import MODEL_INPUT, NAMES
 from tinker_server.backends.sampler.engine.fair_admission import FairAdmission
 from tinker_server.backends.sampler.engine.grammars import STEP_S, Grammars, allow_objects_alone
 from tinker_server.backends.sampler.engine.requests import Prompt, derive_seed
@@ -90,7 +90,7 @@ class ChatEngine:
         except InvalidInput as error:
             self.failure = error
             raise
-        rendered = Prompt(self._shared.renderer, prompt[MODEL_INPUT], self._task.owner)
+        rendered = Prompt(self._shared.renderer, prompt[MODEL_INPUT], self._task.owner, prompt[NAMES])
         num_tokens, finals = len(prompt["prompt_token_ids"]), {}
         self.usage = replace(self.usage, prompt=self.usage.prompt + num_tokens)
         record = Record(prompt[MODEL_INPUT], sampling_params, self._task.kept_bytes)

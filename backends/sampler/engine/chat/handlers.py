@@ -1,6 +1,5 @@
 """Answers the chat endpoints by vLLM's own handlers, one copy of a handler for each request."""
 
-import asyncio
 import copy
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -23,9 +22,10 @@ from tinker_server.backends.model_spec import DRAWN_TOKENS
 from tinker_server.backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
 from tinker_server.backends.sampler.engine.chat.conversations import Conversations
 from tinker_server.backends.sampler.engine.chat.engine_client import ChatEngine, Shared
-from tinker_server.backends.sampler.engine.chat.prompts import chat_renderer
+from tinker_server.backends.sampler.engine.chat.prompts import TASK, chat_renderer
 from tinker_server.backends.sampler.engine.chat.requests import parse
 from tinker_server.backends.sampler.engine.chat.tool_calls import end_calls_outside_strings
+from tinker_server.backends.sampler.engine.requests import THREADS
 
 log = logging.getLogger(__name__)
 _CALLS: dict[
@@ -109,7 +109,8 @@ class Chats:
             raise InvalidInput("tools: this model's chat template has no tool format that the server parses")
         handler = copy.copy(self._handlers[task.endpoint])
         handler.engine_client, handler.models = engine, _Names(task.body["model"])
-        request = await asyncio.to_thread(parse, task)  # thousands of messages take a second
+        request = await THREADS.run(task.owner, parse, task)  # thousands of messages take a second
+        TASK.set(task)
         answer = await _CALLS[task.endpoint](handler, request)
         if isinstance(answer, ErrorResponse):
             raise engine.failure or _refusal(answer)

@@ -4,12 +4,13 @@ vLLM would decode and expand images by itself, with its own limits and pixels. S
 and its tokens become a ModelInput, which passes through the trainer's own renderer.
 """
 
-import asyncio
 import base64
 import binascii
 import copy
 import re
 from collections.abc import Container
+from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 from vllm.inputs import EngineInput, TokensPrompt, tokens_input
@@ -18,14 +19,17 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.renderers import BaseRenderer
 
 from tinker_server.api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.inputs.rendering import Rendered, Renderer
 from tinker_server.backends.processes.launcher import IMAGES_AS_SENT
-from tinker_server.backends.protocol import InvalidInput
+from tinker_server.backends.protocol import ChatTask, InvalidInput
+from tinker_server.backends.sampler.engine.requests import THREADS
 from tinker_server.backends.sampler.engine.vllm_patches.targets import CHAT_PROMPTS
 
-_DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,")
-MODEL_INPUT = "model_input"
-"""The key of the ModelInput in a prompt on its way through vLLM's handlers."""
+_DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+MODEL_INPUT, NAMES = "model_input", "names"
+"""Keys in a prompt on its way through vLLM's handlers: its ModelInput, and the field of the body for each chunk."""
+TASK: ContextVar[ChatTask] = ContextVar("task")
+"""The task whose prompts are rendered."""
 
 
 class _Everything(Container[str]):
@@ -42,15 +46,9 @@ class ImagesAsSent:
     def __init__(self, **_: object) -> None:
         """Ignore vLLM's options of fetching and decoding."""
 
-    async def fetch_image_async(self, url: str) -> bytes:
-        """Return the file of a data URI. Raises InvalidInput for any other address."""
-        found = _DATA_URI.match(url)
-        if found is None:
-            raise InvalidInput("image_url: send the image as a data URI, data:image/png;base64,... or image/jpeg")
-        try:
-            return base64.b64decode(url[found.end() :], validate=True)
-        except (binascii.Error, ValueError):
-            raise InvalidInput("image_url: what follows base64, is not base64") from None
+    async def fetch_image_async(self, url: str) -> str:
+        """Return the address, which is read where the image's field is known."""
+        return url
 
 
 def chat_renderer(engine_renderer: BaseRenderer, renderer: Renderer) -> BaseRenderer:
@@ -59,12 +57,12 @@ def chat_renderer(engine_renderer: BaseRenderer, renderer: Renderer) -> BaseRend
 
     async def process(prompt: TokensPrompt, **_: object) -> EngineInput:
         images = (prompt.get("multi_modal_data") or {}).get("image", [])
-        model_input = _model_input(prompt["prompt_token_ids"], images, renderer)
-        known = _Everything()
+        task, token_ids = TASK.get(), prompt["prompt_token_ids"]
         if images:
-            rendered = await asyncio.to_thread(renderer.render, model_input, "prompt", known)
+            read = await THREADS.run(task.owner, _read, token_ids, images, renderer, task)
         else:
-            rendered = renderer.render(model_input, "prompt", known)
+            read = _read(token_ids, images, renderer, task)
+        model_input, names, rendered = read
         if not len(rendered.token_ids_T):
             raise InvalidInput("the prompt is empty")
         spans = [PlaceholderRange(offset=span.offset, length=span.num_tokens) for span in rendered.spans]
@@ -73,6 +71,7 @@ def chat_renderer(engine_renderer: BaseRenderer, renderer: Renderer) -> BaseRend
             "prompt": prompt.get("prompt"),
             "mm_placeholders": {"image": spans} if spans else {},
             MODEL_INPUT: model_input,
+            NAMES: names,
         }
         return made
 
@@ -80,11 +79,26 @@ def chat_renderer(engine_renderer: BaseRenderer, renderer: Renderer) -> BaseRend
     return ours
 
 
-def _model_input(token_ids: list[int], images: list[object], renderer: Renderer) -> ModelInput:
-    """Return the text, cut where the chat template put images, with the images between."""
+def _read(
+    token_ids: list[int], images: list[object], renderer: Renderer, task: ChatTask
+) -> tuple[ModelInput, list[str], Rendered]:
+    """Return a prompt, the field of the body for each of its chunks, and its tokens with images expanded, without
+    pixels.
+
+    Raises InvalidInput.
+    """
+    model_input, names = _model_input(token_ids, images, renderer, task)
+    return model_input, names, renderer.render(model_input, names, _Everything())
+
+
+def _model_input(
+    token_ids: list[int], images: list[object], renderer: Renderer, task: ChatTask
+) -> tuple[ModelInput, list[str]]:
+    """Return the text, cut where the chat template put images, with the images between, and each chunk's field."""
+    text_field = "prompt" if task.endpoint == "completions" else "messages"
     ids_T = np.array(token_ids, dtype=np.int64)
     if not images:
-        return ModelInput(chunks=[EncodedTextChunk(tokens=ids_T)])
+        return ModelInput(chunks=[EncodedTextChunk(tokens=ids_T)]), [text_field]
     vision = renderer.family.vision
     if vision is None:
         raise InvalidInput("this model takes no images")
@@ -95,11 +109,43 @@ def _model_input(token_ids: list[int], images: list[object], renderer: Renderer)
             " its text may hold the model's image placeholder"
         )
     chunks: list[EncodedTextChunk | ImageChunk] = []
-    start = 0
-    for position, image in zip(positions, images, strict=True):
-        if not isinstance(image, bytes):
-            raise InvalidInput("an image has no data; send it as image_url with a data URI")
+    names, fields, start = [text_field], _fields(task), 0
+    for position, address in zip(positions, images, strict=True):
+        if not isinstance(address, str):
+            raise InvalidInput("messages: an image has no data; send it as image_url with a data URI")
+        names += [fields.get(_data(address), "messages"), text_field]
+        image = _decode(address, names[-2])
         chunks.append(EncodedTextChunk(tokens=ids_T[start:position]))
         chunks.append(ImageChunk(data=image, format="png" if image.startswith(b"\x89PNG") else "jpeg"))
         start = position + 1
-    return ModelInput(chunks=[*chunks, EncodedTextChunk(tokens=ids_T[start:])])
+    return ModelInput(chunks=[*chunks, EncodedTextChunk(tokens=ids_T[start:])]), names
+
+
+def _decode(address: str, field: str) -> bytes:
+    """Return the file of a data URI. Raises InvalidInput for any other address."""
+    found = _DATA_URI.match(address)
+    if found is None:
+        raise InvalidInput(
+            f"{field}: send the image as a data URI, data:image/png;base64,... or image/jpeg, or as source.data with"
+            " the media_type image/png or image/jpeg"
+        )
+    try:
+        return base64.b64decode(address[found.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidInput(f"{field}: the image's data is not base64") from None
+
+
+def _fields(task: ChatTask) -> dict[str, str]:
+    """Return the first field of each image, by the image's data: vLLM may change the order of a message's images."""
+    found: dict[str, str] = {}
+    for field in task.image_fields:
+        value: Any = task.body
+        for key in field.split("."):
+            value = value[int(key) if isinstance(value, list) else key]
+        if isinstance(value, str):
+            found.setdefault(_data(value), field)
+    return found
+
+
+def _data(address: str) -> str:
+    return address.rpartition(",")[2]

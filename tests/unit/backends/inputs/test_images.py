@@ -152,6 +152,36 @@ def test_scans_of_a_progressive_jpeg_are_bounded_by_its_pixels() -> None:
     decode(small[:-2] + last * 10 + small[-2:], 4_000_000)
 
 
+def with_scans(count: int, seed: int = 0) -> bytes:
+    """A progressive JPEG of 200 x 100 pixels with so many scans."""
+    ordinary = saved(Image.new("RGB", (200, 100), (10, 20, seed)), "JPEG", progressive=True)
+    last = ordinary[ordinary.rfind(b"\xff\xc4", 0, ordinary.rfind(b"\xff\xda")) : -2]
+    return ordinary[:-2] + last * (count - ordinary.count(b"\xff\xda")) + ordinary[-2:]
+
+
+def test_scans_of_all_jpegs_of_one_request_are_bounded_by_their_pixels(tiny_vl) -> None:
+    """Those of the largest size with twelve scans weigh no more than others."""
+    renderer = Renderer(str(tiny_vl), image_cache_bytes=0, max_image_pixels=20_000)
+    usual, many = ([ImageChunk(data=with_scans(n, seed), format="jpeg") for seed in range(10)] for n in (12, 60))
+    renderer.layout(prompt(*usual), "prompt")
+    renderer.layout(prompt(*many[:2]), "prompt")
+    allowed = "images of 300000 pixels in all; 200000 are allowed in one request .* more than 12 scans"
+    with pytest.raises(InvalidInput, match=f"prompt: {allowed}"):
+        renderer.layout(prompt(*many[:3]), "prompt")
+    data = [datum(prompt(chunk, text(1)), renderer, seed) for seed, chunk in enumerate(many)]
+    with pytest.raises(InvalidInput, match=f"datums 0 to 2: {allowed}"):
+        check_forward_backward(renderer, decode_batch(cross_entropy(data)), 64)
+
+
+def test_an_image_of_more_pixels_than_pillows_own_limit_is_measured_by_the_operators() -> None:
+    size = struct.pack(">IIBBBBB", 20_000, 10_000, 8, 0, 0, 0, 0)
+    header = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", size) + png_chunk(b"IDAT", b"")
+    with pytest.raises(BadImage, match="the image has 20000x10000 pixels; 100000000 are allowed"):
+        open_image(header, MANY)
+    with open_image(header, 2 * MANY) as opened:
+        assert size_of(opened) == (20_000, 10_000)
+
+
 def many_chunks() -> bytes:
     whole = photo(64, 64)
     return whole[:33] + png_chunk(b"abCd", b"") * 400_000 + whole[33:]

@@ -72,11 +72,12 @@ async def received(content: bytes, piece_bytes: int) -> bytes:
 
 DATA = "A" * 5000
 OPENAI = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DATA}"}}]
+CAPITALS = [{"type": "image_url", "image_url": f"DATA:IMAGE/PNG;BASE64,{DATA}"}]
 ANTHROPIC = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}]
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 100])
-@pytest.mark.parametrize("image", [OPENAI, ANTHROPIC], ids=["OpenAI's", "Anthropic's"])
+@pytest.mark.parametrize("image", [OPENAI, CAPITALS, ANTHROPIC], ids=["OpenAI's", "capitals", "Anthropic's"])
 async def test_text_is_bounded_before_it_is_parsed_and_images_do_not_count(monkeypatch, piece_bytes, image) -> None:
     monkeypatch.setattr(requests, "MAX_TEXT_BYTES", 1000)
     texts = [{"role": "user", "content": 'say "a" ' * 30}]
