@@ -231,6 +231,7 @@ def test_weights_are_sampled_by_their_owner_and_unknown_to_others(guarded: Any, 
         (OPENAI[0], {"stream": "yes"}, "stream", "true or false"),
         (OPENAI[0], {"model": 3}, "model", "model is missing"),
         (OPENAI[0], {"messages": [{"content": "\ud800"}]}, "messages", "half of a surrogate pair"),
+        (OPENAI[0], {"messages": [{"role": "user", "content": "a"}] * 129}, "messages", "129 are more than a context"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

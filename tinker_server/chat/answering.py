@@ -8,7 +8,7 @@ from tinker_server.backends import tasks
 from tinker_server.backends.protocol import BackendFailed, ChatTask, InvalidInput
 from tinker_server.chat.images import files, with_data
 from tinker_server.chat.requests import ChatRequest
-from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
+from tinker_server.errors import BadField, ChatFailed, UnknownCheckpoint, failure
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models.admission import Admission
 from tinker_server.observability.gallery import Gallery
@@ -39,9 +39,12 @@ class Chats:
     async def answer(self, request: ChatRequest, owner: str, addresses: ImageAddresses) -> AsyncGenerator[str, None]:
         """Yield the parts of the answer, in its vendor's form, as they arrive. Closing the generator stops the work.
 
-        Raises what `find` does, Busy, InvalidInput, ChatFailed.
+        Raises what `find` does, BadField, Busy, InvalidInput, ChatFailed.
         """
         found = await self.find(request.model, owner)
+        context = self._stores.bases.base(found.base_model).info.max_context_length
+        if request.num_messages > context:  # converting thousands takes the engine's event loop, which all share
+            raise BadField(f"messages: {request.num_messages} are more than a context of {context} tokens", "messages")
         weights = self._weights(found.directory, request.model)
         counts = (owner, request.num_sequences, request.size_bytes, 0)
         self._admission.samples.enter(*counts)

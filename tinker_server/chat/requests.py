@@ -68,6 +68,7 @@ class ChatRequest:
     streamed: bool
     num_sequences: int
     """Number of sequences that the engine samples."""
+    num_messages: int
     body: dict[str, object]
     size_bytes: int
     image_fields: tuple[str, ...]
@@ -159,7 +160,8 @@ def check(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Chat
     if prompts * n > MAX_CHOICES:
         raise BadField(f"{prompts} prompts with n {n}; {MAX_CHOICES} sequences are allowed in one request", "prompt")
     fields = tuple(field for field, _, _ in sent)
-    return ChatRequest(endpoint, model, streamed, prompts * n, body, size_bytes, fields)
+    messages = 0 if endpoint == "completions" else len(body.get("messages", ()))
+    return ChatRequest(endpoint, model, streamed, prompts * n, messages, body, size_bytes, fields)
 
 
 def _get_field(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:

@@ -61,10 +61,33 @@ async def test_a_sequence_whose_grammar_takes_too_long_between_tokens_ends(sampl
     hostile = asyncio.create_task(ask(sampler, "hostile", max_tokens=2000, response_format=slow))
     while not hostile.done():
         busy.append(await seconds_of(sampler))
-    with pytest.raises(InvalidInput, match="response_format: its grammar took more than 1 s between tokens"):
+    with pytest.raises(InvalidInput, match="response_format: its grammar, with your others', took more than 2 s"):
         await hostile
     print(f"others' one-token chats took {max(busy):.2f} s at most, {sum(busy) / len(busy):.3f} s on average")
     assert max(busy) < 5  # of 30 s and more without the bound, and however busy the machine is
+
+
+async def test_many_sequences_of_slow_grammars_take_no_longer_than_a_few(sampler):
+    slow, busy = schema(pattern("^([a-z ]{1,100}x?){1,100}0$")), []
+    asked = {"max_tokens": 300, "n": 16, "response_format": slow}
+    hostile = asyncio.gather(*(ask(sampler, "hostile", **asked) for _ in range(2)), return_exceptions=True)
+    while not hostile.done():
+        busy.append(await seconds_of(sampler))
+    for error in await hostile:
+        assert isinstance(error, InvalidInput), error
+    print(f"others' one-token chats took {max(busy):.2f} s at most, {sum(busy):.1f} s in all")
+    assert sum(busy) < 8
+
+
+async def test_many_sequences_of_an_ordinary_schema_are_answered_beside_slow_grammars(sampler):
+    slow = schema(pattern("^([a-z ]{1,100}x?){1,100}0$"))
+    hostile = asyncio.create_task(ask(sampler, "hostile", max_tokens=300, n=16, response_format=slow))
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}
+    ordinary = schema({"type": "object", "properties": properties, "required": list(properties)})
+    answer = await ask(sampler, "other", max_tokens=100, n=64, response_format=ordinary)
+    assert len(answer["choices"]) == 64
+    with pytest.raises(InvalidInput):
+        await hostile
 
 
 async def seconds_of(sampler) -> float:

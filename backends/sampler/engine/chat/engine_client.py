@@ -23,13 +23,14 @@ from tinker_server.backends.sampler.engine.adapters import Version
 from tinker_server.backends.sampler.engine.answers import check_finite, divergence_error
 from tinker_server.backends.sampler.engine.chat.prompts import MODEL_INPUT, NAMES
 from tinker_server.backends.sampler.engine.fair_admission import FairAdmission
-from tinker_server.backends.sampler.engine.grammars import STEP_S, Grammars, allow_objects_alone
+from tinker_server.backends.sampler.engine.grammars import OWNER, OWNER_S, Grammars, allow_objects_alone
 from tinker_server.backends.sampler.engine.requests import Prompt, derive_seed
 from tinker_server.backends.sampler.engine.sequences import Sequences
 from tinker_server.backends.sampler.engine.versions import VersionCache
 
 _BAD_GRAMMAR = (
-    f"response_format: its grammar took more than {STEP_S:g} s between tokens, or allows none where the answer stands"
+    f"response_format: its grammar, with your others', took more than {OWNER_S:g} s between tokens (allow fewer lengths"
+    " and repetitions, or ask for fewer choices at once), or allows none where the answer stands"
 )
 """The engine ends such a sequence, and reports which only in its log."""
 _TOKEN_BYTES = 8
@@ -123,6 +124,7 @@ class ChatEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         shared, task = self._shared, self._task
         own = params_of_sequence(params, index, shared.end_tokens, shared.placeholders)
+        own.extra_args = {**(own.extra_args or {}), OWNER: task.owner}
         async with shared.admission.admission(task.owner, task.weights) as num_before:
             lora = await shared.weights.load(self._held)
             _, inputs = await prompt.render()

@@ -1,10 +1,12 @@
 """Answers the chat endpoints by vLLM's own handlers, one copy of a handler for each request."""
 
+import asyncio
 import copy
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from pydantic import BaseModel
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -54,6 +56,20 @@ class _Names:
         return self._name
 
 
+class _InTurns(OnlineRenderer):  # type: ignore[misc]
+    """Renders one conversation of an owner at a time: thousands of messages hold up the event loop for part of a
+    second, which sequences of others wait for."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._owners: dict[str, asyncio.Lock] = {}
+
+    async def render_chat(self, *given: Any, **named: Any) -> Any:
+        """Render a conversation, behind those of its owner that came before."""
+        async with self._owners.setdefault(TASK.get().owner, asyncio.Lock()):
+            return await super().render_chat(*given, **named)
+
+
 class Chats:
     """The handlers of an engine."""
 
@@ -69,7 +85,7 @@ class Chats:
         model_config = copy.copy(engine.model_config)
         model_config.max_model_len -= DRAWN_TOKENS
         renderer.model_config = model_config
-        online = OnlineRenderer(model_config, renderer, request_logger=None, **template)
+        online = _InTurns(model_config, renderer, request_logger=None, **template)
         common = {"online_renderer": online, "request_logger": None, "enable_prompt_tokens_details": True}
         names = _Names("")
         completion = OpenAIServingCompletion(engine, names, **common)

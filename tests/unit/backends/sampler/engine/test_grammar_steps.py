@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import xgrammar
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -12,16 +13,16 @@ from tinker_server.backends.sampler.engine import grammars
 
 
 class Matcher:
-    """In the place of xgrammar's; `slow` names what takes long."""
+    """In the place of xgrammar's; each mask and each token take as long as told."""
 
-    def __init__(self, slow: str) -> None:
-        self.slow = slow
+    def __init__(self, fill_s: float = 0.0, accept_s: float = 0.0) -> None:
+        self.fill_s, self.accept_s = fill_s, accept_s
 
     def fill_next_token_bitmask(self, *_: object) -> None:
-        clock.now += 5 if self.slow == "fill" else 0.01
+        clock.now += self.fill_s
 
     def accept_token(self, *_: object) -> bool:
-        clock.now += 5 if self.slow == "accept" else 0.01
+        clock.now += self.accept_s
         return True
 
     def is_terminated(self) -> bool:
@@ -38,22 +39,52 @@ class Clock:
 clock = Clock()
 
 
-@pytest.mark.parametrize(("slow", "goes_on"), [("fill", False), ("accept", False), ("neither", True)])
-def test_a_sequence_ends_once_a_step_of_its_grammar_took_too_long(slow, goes_on, monkeypatch):
+@pytest.fixture(autouse=True)
+def own_clock(monkeypatch):
     monkeypatch.setattr(grammars, "time", clock)
-    one = grammars.BoundedGrammar(100, Matcher(slow), None)
-    one.fill_bitmask(None, 0)
-    assert one.accept_tokens("request", [1]) is goes_on
 
 
-def test_a_sequence_ends_too_where_many_steps_of_its_grammar_take_a_little_long(monkeypatch):
-    monkeypatch.setattr(grammars, "time", clock)
-    one, num_tokens = grammars.BoundedGrammar(100, Matcher("neither"), None), 0
-    while one.accept_tokens("request", [1]):
-        one.fill_bitmask(None, 0)
-        num_tokens += 1
-        clock.now += 3  # another's step
-    assert 90 < num_tokens < 110  # each takes 0.02 s, of which 0.01 s is usual
+def sequence(allowance: grammars.Allowance, **seconds: float) -> grammars.BoundedGrammar:
+    grammar = grammars.BoundedGrammar(100, Matcher(**seconds), None)
+    grammar.pay_from(allowance)
+    return grammar
+
+
+def step(sequences: list[grammars.BoundedGrammar]) -> list[bool]:
+    """Return which of them may go on after a step of the engine."""
+    masks = torch.zeros(len(sequences), 4, dtype=torch.int32)
+    for row, grammar in enumerate(sequences):
+        grammar.fill_bitmask(masks, row)
+    return [grammar.accept_tokens("request", [1]) for grammar in sequences]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "goes_on"), [({"fill_s": 9}, False), ({"accept_s": 9}, False), ({"fill_s": 0.1}, True)]
+)
+def test_a_sequence_ends_once_a_step_of_its_grammar_took_too_long(seconds, goes_on):
+    assert step([sequence(grammars.Allowance(), **seconds)]) == [goes_on]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 64, 256])
+def test_sequences_of_an_owner_take_no_longer_the_more_they_are(num_sequences):
+    allowance, began = grammars.Allowance(), clock.now
+    for _ in range(5):  # the owner asks again as soon as all have ended
+        running = [sequence(allowance, fill_s=0.05) for _ in range(num_sequences)]
+        while running:
+            running = [grammar for grammar, goes_on in zip(running, step(running), strict=True) if goes_on]
+        clock.now += 0.02  # the model's step
+    assert clock.now - began < 1.5 * grammars.OWNER_S + 5 * 0.02 * (1 + grammars.REGAINED) + 0.1
+
+
+def test_quick_sequences_of_all_owners_go_on_beside_slow_ones():
+    slow, own = grammars.Allowance(), grammars.Allowance()
+    running = [sequence(slow, fill_s=0.1) for _ in range(64)]
+    quick = [sequence(slow, fill_s=1e-5), *(sequence(own, fill_s=6e-5) for _ in range(64))]
+    for _ in range(1000):
+        assert all(step(quick))
+        running = [grammar for grammar, goes_on in zip(running, step(running), strict=True) if goes_on]
+        clock.now += 0.02
+    assert len(running) < 10
 
 
 async def test_a_chat_that_ends_while_the_process_starts_leaves_no_process(monkeypatch):
