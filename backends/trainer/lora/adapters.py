@@ -109,11 +109,14 @@ class Adapters:
     def load(self, models: Sequence[LoraModel]) -> Tensor:
         """Put the models' adapters side by side, in the base's precision, with gradients of 0.
 
-        Return [models, R], the scales of a token of each model; `use` takes those of a microbatch's tokens.
+        Return [models, R], the scales of a token of each model; `use` takes those of a microbatch's tokens. A model
+        that is given for several requests is there once.
         """
-        ends = list(accumulate(model.config.rank for model in models))
-        self._rank_slices = [slice(end - model.config.rank, end) for end, model in zip(ends, models, strict=True)]
-        width = self._buffer_rank(sum(model.config.rank for model in models))
+        different = list(dict.fromkeys(models))
+        ends = list(accumulate(model.config.rank for model in different))
+        ranks_of = {model: slice(end - model.config.rank, end) for end, model in zip(ends, different, strict=True)}
+        self._rank_slices = list(ranks_of.values())
+        width = self._buffer_rank(sum(model.config.rank for model in different))
         layouts = self._layouts & (frozenset(model.config.layout for model in models) or {self._base_layout})
         if (width, layouts) != self._loaded_as:
             self._bind(width, layouts)
@@ -123,8 +126,8 @@ class Adapters:
             buffers.a_LRI[:, ranks].copy_(stack.a_LrI.data)
             buffers.b_LRO[:, ranks].copy_(stack.b_LrO.data)
         scales = torch.zeros(len(models), width, dtype=self.gradient_dtype)
-        for scale_R, ranks in zip(scales, self._rank_slices, strict=True):
-            scale_R[ranks] = ALPHA / (ranks.stop - ranks.start)
+        for scale_R, model in zip(scales, models, strict=True):
+            scale_R[ranks_of[model]] = ALPHA / model.config.rank
         return to_device(scales, self._device)
 
     def _bind(self, width: int, layouts: frozenset[Layout]) -> None:
@@ -186,7 +189,7 @@ class Adapters:
 
     def _slices(self, models: Sequence[LoraModel]) -> Iterator[tuple[slice, StackedAdapter, "Buffers"]]:
         by_group = {id(buffers.group): buffers for buffers in self._loaded}
-        for ranks, model in zip(self._rank_slices, models, strict=True):
+        for ranks, model in zip(self._rank_slices, dict.fromkeys(models), strict=True):
             for stack in model.stacks:
                 yield ranks, stack, by_group[id(stack.group)]
 

@@ -232,7 +232,7 @@ def _fill(chosen: Sequence[Members], used: list[int], other: BatchRequest, max_t
     ranks = [
         rank
         for rank, members in enumerate(chosen)
-        if sum(member.model.config.rank for member in {**members, other: []}) <= max_rank
+        if sum(model.config.rank for model in {member.model for member in (*members, other)}) <= max_rank
     ]
     while left and ranks:
         rank = min(ranks, key=used.__getitem__)

@@ -90,6 +90,18 @@ def test_buffers_of_each_summed_rank_begin_at_the_same_addresses_on_a_gpu(model)
     assert {buffers.width for buffers in adapters._buffers.values()} == {32}
 
 
+def test_a_model_of_several_requests_is_loaded_once(model):
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    first, other = (adapters.create(config) for config in CONFIGS[:2])
+    scales = adapters.load([first, other, first])
+    assert scales.shape == (3, 8 + 3)
+    assert torch.equal(scales[0], scales[2]) and not torch.equal(scales[0], scales[1])
+    for gradient in adapters.accumulated:
+        gradient.fill_(1)
+    adapters.collect([first, other, first])
+    assert all(float(present(parameter.grad).max()) == 1 for made in (first, other) for parameter in made.parameters)
+
+
 def test_buffers_for_which_there_is_no_memory_leave_none_behind(model, monkeypatch):
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
     small, large = (adapters.create(config) for config in (CONFIGS[2], CONFIGS[0]))

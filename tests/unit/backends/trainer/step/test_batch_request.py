@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,24 @@ from tinker_server.backends.trainer.step.batch_request import choose_microbatche
 
 
 @dataclass(eq=False)
+class OfRank:
+    """In the place of a `LoraModel`, and of its configuration."""
+
+    rank: int = 8
+
+    @property
+    def config(self) -> "OfRank":
+        return self
+
+
+@dataclass(eq=False)
 class Waiting:
     """In the place of a `BatchRequest`."""
 
     lengths: Sequence[int]
     next_parts: list[list[int]] = field(default_factory=list)
     prefixes: Prefixes | None = None
-    lora_rank: int = 8
+    model: OfRank = field(default_factory=OfRank)
     exclusive: bool = False
     backward: bool = True
     asked: list[int] = field(default_factory=list)
@@ -27,10 +37,6 @@ class Waiting:
     @property
     def left(self) -> list[int]:
         return list(range(len(self.lengths)))
-
-    @property
-    def model(self) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(rank=self.lora_rank))
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         self.asked.append(len(indices))
@@ -63,9 +69,15 @@ def test_datums_that_wait_fill_the_emptiest_ranks_evenly(own: list[int], lengths
 
 
 def test_models_whose_ranks_would_sum_to_too_much_stay_apart() -> None:
-    first = Waiting([10], [[0]], lora_rank=56)
-    large, small = Waiting([10], lora_rank=16), Waiting([10], lora_rank=8)
+    first = Waiting([10], [[0]], model=OfRank(56))
+    large, small = Waiting([10], model=OfRank(16)), Waiting([10])
     assert chosen(first, large, small, max_tokens=1000) == [[[0], [], [0]]]
+
+
+def test_requests_of_a_model_of_any_rank_come_together() -> None:
+    """Its ranks are there once."""
+    first = Waiting([10], [[0]], model=OfRank(64))
+    assert chosen(first, Waiting([10], model=first.model), max_tokens=1000) == [[[0], [0]]]
 
 
 def test_thousands_of_datums_that_begin_alike_are_chosen_by_few_tries() -> None:
