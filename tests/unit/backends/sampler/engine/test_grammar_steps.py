@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 import xgrammar
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tinker_server.backends.sampler.engine import grammars
 
@@ -73,7 +73,8 @@ def test_sequences_of_an_owner_take_no_longer_the_more_they_are(num_sequences):
         while running:
             running = [grammar for grammar, goes_on in zip(running, step(running), strict=True) if goes_on]
         clock.now += 0.02  # the model's step
-    assert clock.now - began < 1.5 * grammars.OWNER_S + 5 * 0.02 * (1 + grammars.REGAINED) + 0.1
+    paid = 1 - grammars.USUAL_STEP_S / 0.05
+    assert clock.now - began < (1.5 * grammars.OWNER_S + 5 * 0.02 * (1 + grammars.REGAINED) + 0.1) / paid
 
 
 def test_quick_sequences_of_all_owners_go_on_beside_slow_ones():
@@ -85,6 +86,38 @@ def test_quick_sequences_of_all_owners_go_on_beside_slow_ones():
         running = [grammar for grammar, goes_on in zip(running, step(running), strict=True) if goes_on]
         clock.now += 0.02
     assert len(running) < 10
+
+
+def test_many_sequences_that_take_the_usual_time_go_on():
+    """Strings that have a largest length, with a large vocabulary: most tokens take some milliseconds, few many."""
+    allowance = grammars.Allowance()
+    running = [sequence(allowance, fill_s=0.003) for _ in range(64)]
+    for number in range(300):
+        running[number % 64].matcher.fill_s = 0.04
+        assert all(step(running))
+        running[number % 64].matcher.fill_s = 0.003
+        clock.now += 0.02
+
+
+def test_a_chats_sequences_check_their_grammar_a_single_time():
+    checked: list[SamplingParams] = []
+    check = grammars.once_each(checked.append)
+    for pattern in ["a*", "b*"] * 64:
+        check(SamplingParams(structured_outputs=StructuredOutputsParams(regex=pattern)))
+    assert len(checked) == 2
+    for number in range(200):
+        check(SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"a{{{number}}}")))
+    assert len(checked) == 202
+
+
+def test_a_grammar_that_failed_its_check_fails_again():
+    def refuse(params: SamplingParams) -> None:
+        raise ValueError(params)
+
+    check, params = grammars.once_each(refuse), SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a"):
+            check(params)
 
 
 async def test_a_chat_that_ends_while_the_process_starts_leaves_no_process(monkeypatch):
