@@ -1,5 +1,6 @@
 """Models that cut images into tiles: an image's tokens are those that their own processor writes."""
 
+import base64
 import io
 import json
 import re
@@ -24,8 +25,8 @@ from tests.models import make_tiny_internvl, make_tiny_smolvlm
 from tinker_server.api_schemas.inputs import ImageChunk
 from tinker_server.backends.families.coverage import check_coverage
 from tinker_server.backends.families.registry import find_family
-from tinker_server.backends.protocol import BackendFailed, InvalidInput
-from tinker_server.backends.sampler.engine.chat.prompts import chat_renderer
+from tinker_server.backends.protocol import BackendFailed, ChatTask, InvalidInput
+from tinker_server.backends.sampler.engine.chat.prompts import TASK, chat_renderer
 
 KINDS = {
     "InternVL": (make_tiny_internvl, "<IMG_CONTEXT>", ["<img>", "<IMG_CONTEXT>", "</img>"]),
@@ -109,7 +110,9 @@ async def test_a_chat_has_an_image_where_its_template_has_the_mark(renderer, pro
     written = processor.tokenizer.apply_chat_template(messages, tokenize=False)
     ids = processor.tokenizer(written)["input_ids"]
     chat = chat_renderer(SimpleNamespace(_process_tokens_async=None), renderer)
-    made = await chat._process_tokens_async({"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}})
+    TASK.set(ChatTask("chat_completions", {"messages": messages}, None, "somebody"))
+    sent = [f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in pictures]
+    made = await chat._process_tokens_async({"prompt_token_ids": ids, "multi_modal_data": {"image": sent}})
     opened = [Image.open(io.BytesIO(one)) for one in pictures]
     expected = processor(text=[written], images=[opened], return_tensors="pt")
     assert made["prompt_token_ids"] == expected["input_ids"][0].tolist()
