@@ -101,8 +101,8 @@ class CheckpointStore:
             if await session.get(AuditEntryRow, id_.hex) is not None:
                 return None
             directory = await _take(session, path, owner)
-            entry = {"entry_id": id_.hex, "owner": owner, "event": "checkpoint_deleted", "details": details}
-            session.add(AuditEntryRow(at=time.time(), **entry))
+            event, at = "checkpoint_deleted", time.time()
+            session.add(AuditEntryRow(entry_id=id_.hex, owner=owner, at=at, event=event, details=details))
         return directory
 
     async def set_public(self, path: TinkerPath, public: bool, owner: str, now: float) -> None:

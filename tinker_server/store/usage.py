@@ -85,8 +85,8 @@ class UsageStore:
             keys = list(self._unwritten)  # what is counted from here on may be in an hour that is not whole
             await self._make_whole({key[0] for key in keys}, session)
             written = {key: self._amounts[key] for key in keys}
-            if rows := [dict(zip(KEY, key, strict=True), amount=amount) for key, amount in written.items()]:
-                await session.execute(put, rows)
+            rows = [dict(zip(KEY, key, strict=True), amount=amount) for key, amount in written.items()]
+            await session.execute(put, rows)
         self._unwritten = {key for key in self._unwritten if self._amounts[key] != written.get(key)}
 
     async def _make_whole(self, hours: set[float], session: AsyncSession) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from tinker_server.backends import tasks
+from tinker_server.backends.lru import LRU
 from tinker_server.backends.processes.fair_queue import FairQueue
 from tinker_server.backends.processes.launcher import launch
 from tinker_server.backends.processes.rpc import Child, ChildDied
@@ -201,7 +202,7 @@ def once_each(check: Callable[[SamplingParams], None]) -> Callable[[SamplingPara
 
     It may take 0.06 s, in which no sequence of the engine is served, and each of a chat's sequences is checked.
     """
-    passed: dict[object, None] = {}
+    passed: LRU[object, bool] = LRU(_MOST_PASSED)
 
     def check_grammar(params: SamplingParams) -> None:
         asked = params.structured_outputs
@@ -209,10 +210,8 @@ def once_each(check: Callable[[SamplingParams], None]) -> Callable[[SamplingPara
             check(params)
             return
         key = get_structured_output_key(asked)
-        if key not in passed:
+        if not passed.get(key):
             check(params)
-            if len(passed) == _MOST_PASSED:
-                del passed[next(iter(passed))]
-            passed[key] = None
+            passed.put(key, True)
 
     return check_grammar

@@ -104,8 +104,9 @@ def pack_parts(
         num_tokens = len(batch.targets_TK)
         if experts_LTK is None:
             experts_LTK = _find_experts(parts, base.router_replay, num_tokens)
-        missing = num_tokens - experts_LTK.shape[1]
-        batch = replace(batch, experts_LTK=F.pad(experts_LTK, (0, 0, 0, missing), value=UNKNOWN))
+        else:
+            experts_LTK = F.pad(experts_LTK, (0, 0, 0, num_tokens - experts_LTK.shape[1]), value=UNKNOWN)
+        batch = replace(batch, experts_LTK=experts_LTK)
     counts = torch.tensor([part.trie.num_tokens if part.trie else part.num_tokens for part in parts], dtype=torch.int64)
     scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
     padding = len(batch.targets_TK) - len(scales_TR)

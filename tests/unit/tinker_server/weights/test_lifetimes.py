@@ -30,6 +30,19 @@ async def step(client: Client, number: int, model_id: str | None = None) -> None
     assert not (await client.result(await client.optim_step(number + 1, model_id))).failed
 
 
+async def load_into_another(client: Client) -> str:
+    """Return the id of a model that is made of the weights saved as `latest`."""
+    other, path = f"{client.session_id}:train:1", f"tinker://{client.model_id}/weights/latest"
+    assert not (await client.result(await client.load_as(1, path, optimizer=True))).failed
+    return other
+
+
+async def require_lost(client: Client, model_id: str, number: int) -> None:
+    client.trainer.lose(model_id)
+    failed = await client.result(await client.forward_backward(number, model_id=model_id))
+    assert "cannot be restored" in str(failed.body) and "was saved anew" in str(failed.body)
+
+
 async def refuse_to_write(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -43,14 +56,11 @@ async def test_a_model_is_not_restored_by_weights_that_were_saved_anew_under_the
         await step(client, 1)
         await client.result(await client.save(3, "latest"))
         monkeypatch.setattr(client.trainer, "snapshot", refuse_to_write)
-        other, path = f"{client.session_id}:train:1", f"tinker://{client.model_id}/weights/latest"
-        assert not (await client.result(await client.load_as(1, path, optimizer=True))).failed
+        other = await load_into_another(client)
         await step(client, 4)
         assert not (await client.result(await client.save(6, "latest", overwrite=True))).failed
         await step(client, 1, other)
-        client.trainer.lose(other)
-        failed = await client.result(await client.forward_backward(3, model_id=other))
-        assert "cannot be restored" in str(failed.body) and "was saved anew" in str(failed.body)
+        await require_lost(client, other, 3)
 
 
 async def test_a_model_is_not_restored_by_weights_that_were_being_saved_when_it_was_loaded_from_their_path(
@@ -71,13 +81,10 @@ async def test_a_model_is_not_restored_by_weights_that_were_being_saved_when_it_
         monkeypatch.setattr(client.trainer, "snapshot", refuse_to_write)
         saving = await client.save(4, "latest", overwrite=True)
         await waits.wait()
-        other, path = f"{client.session_id}:train:1", f"tinker://{client.model_id}/weights/latest"
-        assert not (await client.result(await client.load_as(1, path, optimizer=True))).failed
+        other = await load_into_another(client)
         goes_on.set()
         assert not (await client.result(saving)).failed
-        client.trainer.lose(other)
-        failed = await client.result(await client.forward_backward(1, model_id=other))
-        assert "cannot be restored" in str(failed.body) and "was saved anew" in str(failed.body)
+        await require_lost(client, other, 1)
 
 
 async def test_a_model_is_restored_by_weights_that_were_saved_after_their_load_was_accepted(
