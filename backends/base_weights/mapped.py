@@ -112,7 +112,7 @@ class Files:
             file = self._opened.enter_context(safe_open(path, "pt"))
             self._by_name |= dict.fromkeys(file.keys(), file)
         self._in_mxfp4 = [name for name in staying if f"{name}{mxfp4.BLOCKS}" in self._by_name]
-        self._origins = find_origins(tensor_layouts(directory), staying) if staying else {}
+        self._origins = find_origins(tensor_layouts(directory), sorted(staying)) if staying else {}
 
     def __enter__(self) -> "Files":
         return self
@@ -121,14 +121,15 @@ class Files:
         self._opened.close()
 
     def layouts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and type of each tensor of a type that models compute in."""
-        slices = {name: self.slice(name) for name in self.names() if name not in self._staying}
-        found = {
-            name: (tuple(one.get_shape()), _DTYPES[one.get_dtype()])
-            for name, one in slices.items()
-            if one.get_dtype() in _DTYPES
-        }
-        return found | {name: (byte_shape(self._shape(name)), torch.uint8) for name in self._staying}
+        """Return shape and type of each tensor of a type that models compute in. A layer's experts stand side by side:
+        vLLM makes the names of a layer's experts once for each row of them."""
+        found = {}
+        for name in self.names():
+            if name in self._staying:
+                found[name] = byte_shape(self._shape(name)), torch.uint8
+            elif (kind := (tensor := self.slice(name)).get_dtype()) in _DTYPES:
+                found[name] = tuple(tensor.get_shape()), _DTYPES[kind]
+        return found
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Return the sizes of a tensor that stays packed."""

@@ -1,6 +1,7 @@
 """Files in bfloat16 whose matrices are quantised as they are read."""
 
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,16 @@ def test_the_plan_counts_what_is_quantised_at_load_as_published_files(kind: str,
     precise, made, found = _size(source), _size(source, "fp8"), _size(published, "fp8")
     assert made == found and made.base_bytes < precise.base_bytes
     assert _staying(source) == _staying(published)
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_packed_matrices_of_a_layer_are_listed_side_by_side(is_published: bool, tmp_path: Path) -> None:
+    source = make_tiny_moe(tmp_path / "whole", dense_layers=())
+    directory = publish_in_fp8(source, tmp_path / "published") if is_published else source
+    with Files(directory, torch.bfloat16, set(_staying(directory))) as files:
+        experts = [name.split(".mlp.")[0] for name in files.layouts() if ".experts." in name]
+    layers = [layer for layer, _ in groupby(experts)]
+    assert len(experts) > len(layers) == len(set(layers)) > 1
 
 
 def _size(source: Path, precision: str | None = None) -> ModelSize:
