@@ -70,8 +70,9 @@ StartRanks = Callable[[ModelSpec, Others], Awaitable[list[Child]]]
 """As StartWorkers, for a trainer with ranks on other machines too."""
 _RANK, _SAMPLER = "tinker_server.backends.trainer.process", "tinker_server.backends.sampler.engine.process"
 _HOLDER = "tinker_server.backends.sampler.engine.weight_holder"
+GRAMMARS = "tinker_server.backends.sampler.engine.grammar_process"
 _ENGINE = ("vllm.v1.engine.core", "tinker_server.backends.sampler.engine.vllm_patches.worker")
-FORKED: dict[str, Sequence[str]] = {_RANK: (), _SAMPLER: _ENGINE, _HOLDER: ()}
+FORKED: dict[str, Sequence[str]] = {_RANK: (), _SAMPLER: _ENGINE, _HOLDER: (), GRAMMARS: ()}
 """Modules that are imported once for all processes that run them, with what these need later; the others import for
 themselves."""
 _COMPILER = ("torch._inductor.compile_fx",)

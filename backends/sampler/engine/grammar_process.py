@@ -2,7 +2,7 @@
 
 A grammar of a few characters can take hours to compile, and nothing stops a running compilation. So this process
 compiles it first, within limits of CPU time and memory that the kernel enforces: what takes more ends this process
-alone.
+alone. It is a fork of a process that has imported its libraries, so the next starts at once.
 """
 
 import os
@@ -72,5 +72,10 @@ class Grammars:
                 return self._compiler.compile_structural_tag(text)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run this process."""
     serve(lambda _: Grammars().handle)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import xgrammar
@@ -19,7 +20,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from tinker_server.backends import tasks
 from tinker_server.backends.lru import LRU
 from tinker_server.backends.processes.fair_queue import FairQueue
-from tinker_server.backends.processes.launcher import launch
+from tinker_server.backends.processes.launcher import GRAMMARS, launch
 from tinker_server.backends.processes.rpc import Child, ChildDied
 from tinker_server.backends.protocol import InvalidInput
 from tinker_server.backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
@@ -95,17 +96,20 @@ class Grammars:
                 await self._drop(self._child)
                 raise InvalidInput(f"response_format: its grammar {_TOOK_TOO_LONG}") from None
 
+    @cached_property
+    def _first_command(self) -> StartGrammars:
+        """To read a large tokenizer holds up the engine for part of a second: once for all processes."""
+        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
+        return StartGrammars(info.serialize_json(), COMPILE_S)
+
     async def _drop(self, dead: Child) -> None:
         self._child = None
         await dead.stop(grace_s=0)
 
     async def _start(self) -> Child:
-        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
-        child = await launch(
-            self._name, "tinker_server.backends.sampler.engine.grammar_process", {"OMP_NUM_THREADS": "1"}
-        )
+        child = await launch(self._name, GRAMMARS, {"OMP_NUM_THREADS": "1"})
         try:
-            await child.call(StartGrammars(info.serialize_json(), COMPILE_S))
+            await child.call(self._first_command)
         except BaseException:  # such as the end of the chat that asked
             await child.stop(grace_s=0)
             raise

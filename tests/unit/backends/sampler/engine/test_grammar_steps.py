@@ -1,6 +1,8 @@
 """Grammars of an engine's sequences: steps that take too long, and the process that tries them."""
 
 import asyncio
+import os
+import signal
 from types import SimpleNamespace
 
 import psutil
@@ -9,6 +11,9 @@ import torch
 import xgrammar
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from tests.factories import present
+from tinker_server.backends.processes import forking
+from tinker_server.backends.processes.launcher import GRAMMARS
 from tinker_server.backends.sampler.engine import grammars
 
 
@@ -120,18 +125,46 @@ def test_a_grammar_that_failed_its_check_fails_again():
             check(params)
 
 
-async def test_a_chat_that_ends_while_the_process_starts_leaves_no_process(monkeypatch):
+@pytest.fixture
+async def tried(monkeypatch):
+    """Grammars of a vocabulary of three tokens."""
     words = xgrammar.TokenizerInfo(["a", "b", "</s>"], stop_token_ids=[2])
     of_tokenizer = SimpleNamespace(from_huggingface=lambda *_, **__: words)
     monkeypatch.setattr(grammars, "xgrammar", SimpleNamespace(TokenizerInfo=of_tokenizer))
-    here, tried = psutil.Process(), grammars.Grammars("m", None, 3)
-    before = set(here.children(recursive=True))
+    tried = grammars.Grammars("m", None, 3)
+    yield tried
+    await present(tried._child).stop(grace_s=0)
+
+
+async def test_a_process_that_a_grammar_has_ended_is_followed_by_a_fork_of_the_same_libraries(tried):
+    """To import them takes seconds, for which the next owner would wait."""
+    importers = []
+    for _ in range(3):
+        await tried.require_quick("somebody", StructuredOutputsParams(regex="a*"))
+        importers.append(present(psutil.Process(tried._child.process.pid).parent()))
+        os.kill(tried._child.process.pid, signal.SIGPROF)  # as the kernel does when its time is over
+        async with asyncio.timeout(20):
+            await tried._child.died.wait()
+    assert importers[0].cmdline()[2] == forking.__name__ and importers == [importers[0]] * 3
+    assert not forks_of(importers[0])
+
+
+async def test_a_chat_that_ends_while_the_process_starts_leaves_no_process(tried, monkeypatch):
+    monkeypatch.setenv("LIBRARIES", "imported for this test")
+    before = set(psutil.Process().children())
     chat = asyncio.create_task(tried.require_quick("somebody", StructuredOutputsParams(regex="a*")))
     async with asyncio.timeout(20):
-        while not any("grammar_process" in " ".join(child.cmdline()) for child in here.children()):  # noqa: ASYNC110
+        while not (started := set(psutil.Process().children()) - before):  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.01)
         chat.cancel()
         with pytest.raises(asyncio.CancelledError):
             await chat
-        while set(here.children(recursive=True)) - before:  # noqa: ASYNC110 - a guard beside it ends by itself
+        await tried.require_quick("somebody", StructuredOutputsParams(regex="a*"))
+        [importer] = started
+        while len(forks_of(importer)) > 1:  # noqa: ASYNC110 - a guard beside the first ends it
             await asyncio.sleep(0.01)
+    assert [fork.pid for fork in forks_of(importer)] == [tried._child.process.pid]
+
+
+def forks_of(importer: psutil.Process) -> list[psutil.Process]:
+    return [child for child in importer.children() if f"-m {GRAMMARS} " in " ".join(child.cmdline())]
