@@ -8,6 +8,7 @@ import contextlib
 import pickle
 import socket
 import struct
+from collections import deque
 from typing import Any
 
 from tinker_server.backends.protocol import InvalidInput
@@ -46,16 +47,20 @@ def parts(message: object, max_bytes: int | None = None) -> list[bytes | memoryv
 
 
 class Outbox:
-    """Writing half of a connection: messages go out whole and in order, even if their sender is cancelled."""
+    """Writing half of a connection: messages go out whole, those of an owner in order and owners in turn, even if their
+    sender is cancelled."""
 
     def __init__(self, writer: asyncio.StreamWriter, name: str) -> None:
         self._writer = writer
-        self._queue: asyncio.Queue[list[bytes | memoryview]] = asyncio.Queue()
+        self._waiting: dict[str, deque[list[bytes | memoryview]]] = {}
+        """By owner, the owner who is next first."""
+        self._has_messages = asyncio.Event()
         self._writing = asyncio.create_task(self._write(), name=f"messages to {name}")
 
-    def send(self, message: object, max_bytes: int | None = None) -> None:
+    def send(self, message: object, max_bytes: int | None = None, owner: str = "") -> None:
         """Queue a message. Raises as `parts` and pickling do; a closed connection is noticed by the reading half."""
-        self._queue.put_nowait(parts(message, max_bytes))
+        self._waiting.setdefault(owner, deque()).append(parts(message, max_bytes))
+        self._has_messages.set()
 
     def close(self) -> None:
         """Stop sending and close the connection."""
@@ -65,7 +70,15 @@ class Outbox:
     async def _write(self) -> None:
         with contextlib.suppress(ConnectionError):
             while True:
-                for part in await self._queue.get():
+                await self._has_messages.wait()
+                owner = next(iter(self._waiting))
+                messages = self._waiting.pop(owner)
+                message = messages.popleft()
+                if messages:
+                    self._waiting[owner] = messages  # behind all others
+                if not self._waiting:
+                    self._has_messages.clear()
+                for part in message:
                     for start in range(0, len(part), _PIECE_BYTES):
                         self._writer.write(part[start : start + _PIECE_BYTES])
                         await self._writer.drain()

@@ -105,13 +105,16 @@ class Child:
         """By the event loop's clock: the time that the child asked for."""
         self._reading = asyncio.create_task(self._read(reader), name=f"replies of {name}")
 
-    async def call(self, command: Command[R], patience_s: float | None = None, on_part: OnPart | None = None) -> R:
+    async def call(
+        self, command: Command[R], patience_s: float | None = None, on_part: OnPart | None = None, owner: str = ""
+    ) -> R:
         """Return the command's answer. Raises InvalidInput, ModelLost and BackendFailed as the child did, ChildBroke
         for any other error there, ChildDied if no answer will come. Cancelling notifies the child, which may then stop
         the work.
 
         With `patience_s`, ChildHangs is raised if the child has neither answered nor asked for more time
         (`KeepWaiting`) for so long, plus the time that it asked for. `on_part` gets the parts of the answer, in order.
+        Commands of an owner are sent in order, and owners' in turn.
         """
         if self.died.is_set():
             raise ChildDied(f"the {self.name} process has ended")
@@ -119,12 +122,12 @@ class Child:
         call = self._calls[call_id] = _Call(on_part, asyncio.get_running_loop().create_future())
         answer: asyncio.Future[R] = call.answer
         try:
-            self._outbox.send((call_id, command))
+            self._outbox.send((call_id, command), owner=owner)
             if patience_s is not None:
                 await self._wait(answer, patience_s)
             return await answer
         except asyncio.CancelledError:
-            self._outbox.send((call_id, None))
+            self._outbox.send((call_id, None), owner=owner)
             raise
         finally:
             self._calls.pop(call_id, None)

@@ -125,12 +125,12 @@ class EngineClient:
         [child] = await self.supervisor.running()
         return child
 
-    async def call(self, child: Child, command: Command[R], on_part: OnPart | None = None) -> R:
+    async def call(self, child: Child, command: Command[R], on_part: OnPart | None = None, owner: str = "") -> R:
         """Return its process' answer, as `Child.call`. An engine on another machine that does not have the weights gets
         them first. Raises InvalidInput where they no longer exist."""
         while True:
             try:
-                return await child.call(command, on_part=on_part)
+                return await child.call(command, on_part=on_part, owner=owner)
             except WeightsAbsent:
                 if (weights := weights_of(command)) is None:
                     raise

@@ -265,7 +265,7 @@ class SamplerPool:
             while not request.is_culprit:
                 async with engine.isolation.admit(request, partial(self._child, engine)) as child:
                     try:
-                        return await engine.call(child, command, on_part)
+                        return await engine.call(child, command, on_part, request.owner)
                     except ChildDied:
                         if not engine.is_gone:  # no request ended it
                             engine.isolation.note_crash(child)
