@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -62,11 +63,11 @@ class _InTurns(OnlineRenderer):  # type: ignore[misc]
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._owners: dict[str, asyncio.Lock] = {}
+        self._owners = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def render_chat(self, *given: Any, **named: Any) -> Any:
         """Render a conversation, behind those of its owner that came before."""
-        async with self._owners.setdefault(TASK.get().owner, asyncio.Lock()):
+        async with self._owners[TASK.get().owner]:
             return await super().render_chat(*given, **named)
 
 
