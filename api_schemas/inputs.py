@@ -249,8 +249,13 @@ def dense_from_csr(
         raise ValueError(f"sparse_col_indices must be {values.size} numbers from 0 to {columns - 1}")
     if rows * columns > MAX_CELLS:
         raise ValueError(f"a sparse tensor of shape {shape} has more than {MAX_CELLS} cells")
+    places = np.repeat(np.arange(rows), np.diff(crow)), col
+    is_set = np.zeros((rows, columns), dtype=np.bool_)
+    is_set[places] = True
+    if np.count_nonzero(is_set) != col.size:
+        raise ValueError("sparse_col_indices repeat a column in a row: each cell may have a single value")
     dense = np.full((rows, columns), fill, dtype=values.dtype)
-    dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
+    dense[places] = values
     return dense
 
 

@@ -272,7 +272,14 @@ def test_a_tensor_that_contradicts_itself_is_malformed(spoil, message):
 
 
 @pytest.mark.parametrize(
-    ("crow", "col"), [([0, 1, 2], [1, 0]), ([0, 2, 1, 2], [1, 0]), ([0, 1, 1, 2], [2, 0]), ([1, 1, 1, 2], [1, 0])]
+    ("crow", "col"),
+    [
+        ([0, 1, 2], [1, 0]),
+        ([0, 2, 1, 2], [1, 0]),
+        ([0, 1, 1, 2], [2, 0]),
+        ([1, 1, 1, 2], [1, 0]),
+        ([0, 0, 2, 2], [1, 1]),  # two values for a cell
+    ],
 )
 def test_sparse_indices_that_contradict_the_shape_are_malformed(crow, col):
     request = encoded()
