@@ -88,6 +88,7 @@ def layout_of(shapes: Mapping[str, Sequence[int]], rank: int, header: Mapping[st
     latents alone; or stacks of experts with one matrix each on the hidden side, and several on the other. Of files
     expert by expert, which have both layouts, only the header can tell it.
     """
+    shapes = {name: shape for name, shape in shapes.items() if shape}  # a scalar is refused when tensors are read
     if (of_linears := _layout_of_linears(shapes, rank)) is not None:
         return of_linears
     if EXPERT_MATRICES in header:

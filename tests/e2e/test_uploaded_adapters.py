@@ -120,6 +120,7 @@ def test_files_that_are_wrong_are_refused_by_name_and_the_server_goes_on(
     wrong = {
         "NaN or infinity": save({**tensors, name: torch.full_like(tensors[name], float("inf"))}),
         "the LoRA ranks differ": save(other_rank),
+        f"{name} has shape ()": save({**tensors, name: torch.tensor(1.0)}),
         f"{name} is of type I64": save({**tensors, name: torch.zeros_like(tensors[name], dtype=torch.int64)}),
         "no safetensors file": pickled.getvalue(),
         "save_embedding_layers=False": save(

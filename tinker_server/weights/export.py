@@ -68,7 +68,7 @@ def layout_in(source: Path, rank: int) -> Layout | None:
     """Return the layout of the adapter of this rank in a file; None if it is the same in both."""
     with source.open("rb") as read:
         header, metadata, _ = read_header(read)
-    shapes = {name: shape for name, place in header.items() if isinstance(shape := place.get("shape"), list) and shape}
+    shapes = {name: shape for name, place in header.items() if isinstance(shape := place.get("shape"), list)}
     return layout_of(shapes, rank, metadata if isinstance(metadata, dict) else {})
 
 
