@@ -31,6 +31,8 @@ MAX_VALUES = 1 << 16
 """JSON values of a body, without `prompt`, whose token ids may fill a context."""
 MAX_PATTERN, MAX_PATTERNS = 4096, 16 << 10
 """Characters of a regular expression in a schema, and of all in a request, which take up to 0.2 s to check."""
+MAX_FORMAT = 1 << 18
+"""Characters of response_format without its punctuation; an engine allows its grammar as many with it."""
 MAX_REPETITION = 10_000
 """Largest product of the counts of nested repetitions, with which the engine's cost per step grows."""
 _REPEATS = (sre_constants.MAX_REPEAT, sre_constants.MIN_REPEAT, sre_constants.POSSESSIVE_REPEAT)
@@ -108,7 +110,12 @@ def _require_objects(value: object, where: str, most: int) -> None:
 
 
 def _require_format(value: object) -> None:
-    """Refuse structural tags given as lists of structures and triggers, which no answer here would follow."""
+    """Refuse structural tags given as lists of structures and triggers, which no answer here would follow, and what is
+    too large for an engine, whose event loop owners share."""
+    if (size := sum(map(_size, _values([value])))) > MAX_FORMAT:
+        raise BadField(
+            f"response_format has {size} characters; {MAX_FORMAT} are allowed for a grammar", "response_format"
+        )
     if isinstance(value, dict) and not value.keys().isdisjoint(("structures", "triggers")):
         raise BadField("response_format.structures is not supported; structural_tag takes a format", "response_format")
 

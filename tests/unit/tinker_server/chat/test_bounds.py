@@ -55,6 +55,10 @@ def test_lists_are_bounded_and_hold_objects_where_objects_belong(endpoint, field
         ({"stop_token_ids": [{}]}, "stop_token_ids holds an object"),
         ({"logit_bias": {str(token): 1 for token in range(1001)}}, "logit_bias has 1001 tokens; 1000 are allowed"),
         ({"logit_bias": {"1": []}}, "logit_bias must be an object of numbers"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"description": "x" * (1 << 18)}}}},
+            r"response_format has 2621\d\d characters; 262144 are allowed for a grammar",
+        ),
     ],
 )
 def test_what_ends_and_bends_an_answer_is_bounded(fields, named):
