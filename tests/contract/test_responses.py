@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import Response, ResponseErrorEvent
 
 from tests.dashboard import Owner, with_keys
-from tinker_server.backends.protocol import ChatTask, ChatUsage
+from tinker_server.backends.protocol import BackendFailed, ChatTask, ChatUsage
 from tinker_server.chat.responses import LABELS, WITHOUT_EFFECT, Translation
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
@@ -28,7 +29,8 @@ USAGE = {
 
 
 async def answer(task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
-    """Say "a boat", then call the tool if there is one; as vLLM's handler has it, whole or in events."""
+    """Say "a boat", then call the tool if there is one; as vLLM's handler has it, whole or in events. Of three tokens a
+    stream dies."""
     has_tools, is_cut = bool(task.body.get("tools")), task.body.get("max_completion_tokens") == 2
     call = {"id": "call_1", "type": "function", "function": {"name": "paint", "arguments": '{"colour": 1}'}}
     ended = "length" if is_cut else "tool_calls" if has_tools else "stop"
@@ -44,6 +46,8 @@ async def answer(task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
     for delta in deltas:
         tell(f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': None}]})}\n\n")
         await asyncio.sleep(0)
+    if task.body.get("max_completion_tokens") == 3:
+        raise BackendFailed("the engine died")
     tell(f"data: {json.dumps({'choices': [{'index': 0, 'delta': {}, 'finish_reason': ended}]})}\n\n")
     tell(f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\ndata: [DONE]\n\n")
     return ChatUsage(7, 2, 3)
@@ -68,6 +72,10 @@ def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Ow
 
 def client(who: Owner) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{who.server.url}/v1", api_key=who.key, max_retries=0, timeout=20)
+
+
+def authorized(who: Owner) -> dict[str, str]:
+    return {"authorization": f"Bearer {who.key}"}
 
 
 def sent(who: Owner) -> dict[str, Any]:
@@ -161,6 +169,39 @@ def test_events_of_a_stream_build_the_same_response(owners: tuple[Owner, Owner])
     assert sent(alice)["tools"][0]["function"] == {"name": "paint", "parameters": {"type": "object"}, "strict": True}
 
 
+def test_an_answer_has_every_field_of_openais_schema(owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    body = {"model": "tiny", "input": "Paint.", "tools": [PAINT], "metadata": {"a": "b"}}
+    answered = httpx.post(f"{alice.server.url}/v1/responses", json=body, headers=authorized(alice))
+    Response.model_validate(answered.json())
+
+
+def test_a_stream_that_fails_ends_with_openais_event_of_an_error(owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    asked: Any = {"model": "tiny", "input": "What?", "max_output_tokens": 3, "stream": True}
+    failed = httpx.post(f"{alice.server.url}/v1/responses", json=asked, headers=authorized(alice))
+    *before, last = failed.text.strip().split("\n\n")
+    kind, _, data = last.partition("\n")
+    event = ResponseErrorEvent.model_validate_json(data.removeprefix("data: "))
+    assert kind == "event: error" and event.sequence_number == len(before)
+    assert "the engine died" in event.message
+    with client(alice) as chatgpt, pytest.raises(openai.APIError, match="the engine died"):
+        list(chatgpt.responses.create(**asked))
+
+
+def test_an_answer_of_text_and_a_call_becomes_a_single_message_again(owners: tuple[Owner, Owner]) -> None:
+    """As two turns the model would read another conversation than it wrote."""
+    alice, _ = owners
+    with client(alice) as chatgpt:
+        first = chatgpt.responses.create(model="tiny", input="Paint.", tools=[PAINT])
+        result: Any = {"type": "function_call_output", "call_id": "call_1", "output": "done"}
+        seen: Any = [{"role": "user", "content": "Paint."}, *first.output, result]
+        chatgpt.responses.create(model="tiny", input=seen, tools=[PAINT])
+    _, said, _ = sent(alice)["messages"]
+    assert said["content"] == [{"type": "text", "text": "a boat"}]
+    assert [call["function"]["name"] for call in said["tool_calls"]] == ["paint"]
+
+
 def test_the_effort_of_reasoning_is_that_of_chat_completions_and_comes_back(owners: tuple[Owner, Owner]) -> None:
     alice, _ = owners
     reasoning: Any = {"effort": "low", "summary": "auto"}
@@ -193,10 +234,10 @@ def test_a_conversation_with_images_and_calls_becomes_messages(owners: tuple[Own
     with client(alice) as chatgpt:
         chatgpt.responses.create(model="tiny", input=seen, text={"format": form}, tools=[PAINT], tool_choice=choice)
     body = sent(alice)
-    system, asked, said, calls, result = body["messages"]
+    system, asked, said, result = body["messages"]
     assert (system["role"], said["content"]) == ("system", [{"type": "text", "text": "a boat"}])
     assert asked["content"][1] == {"type": "image_url", "image_url": {"url": PICTURE}}
-    assert [one["id"] for one in calls["tool_calls"]] == ["c1", "c2"]
+    assert [call["id"] for call in said["tool_calls"]] == ["c1", "c2"]
     assert result == {"role": "tool", "tool_call_id": "c1", "content": "done"}
     assert body["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}, "strict": True}
     assert body["tool_choice"] == {"type": "function", "function": {"name": "paint"}}
@@ -220,6 +261,14 @@ def test_a_conversation_with_images_and_calls_becomes_messages(owners: tuple[Own
         ),
         ({"input": [3]}, "input.0 must be an object"),
         ({"input": None}, "input must be a text or a list"),
+        ({"input": [{"role": "user"}]}, "input.0.content must be a text or a list"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text must be a text"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input.0.name must be a text"),
+        ({"input": [{"type": "function_call", "name": "n", "arguments": "{}"}]}, "input.0.call_id must be a text"),
+        ({"input": [{"type": "function_call_output", "output": "done"}]}, "input.0.call_id must be a text"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}, "input.0.output must be a text"),
+        ({"instructions": 5}, "instructions must be a text"),
+        ({"metadata": [1]}, "metadata must be an object"),
         ({"text": {"verbosity": "high"}}, "text.verbosity is high"),
         ({"temperature": 3}, "temperature is 3"),
     ],
@@ -228,9 +277,8 @@ def test_what_is_not_supported_is_refused_by_name(
     owners: tuple[Owner, Owner], fields: dict[str, Any], words: str
 ) -> None:
     alice, _ = owners
-    headers = {"authorization": f"Bearer {alice.key}"}
     body = {"model": "tiny", "input": "What?"} | fields
-    refused = httpx.post(f"{alice.server.url}/v1/responses", json=body, headers=headers)
+    refused = httpx.post(f"{alice.server.url}/v1/responses", json=body, headers=authorized(alice))
     assert refused.status_code == 400 and words in refused.json()["error"]["message"], refused.text
 
 

@@ -53,9 +53,9 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
         if name not in (*FIELDS, *WITHOUT_EFFECT, *LABELS):
             raise BadField(f"{name} is not supported; supported are {', '.join(sorted(FIELDS))}", name)
     require_known(body, RESPONSES)
-    require_echoed(body.get("metadata"), "metadata")
+    require_echoed(_object(body.get("metadata", {}), "metadata"), "metadata")
     chat = {name: body[name] for name in SAME if name in body}
-    said = body.get("instructions")
+    said = _text(body.get("instructions", ""), "instructions")
     chat["messages"] = [*([{"role": "system", "content": said}] if said else []), *_messages(body.get("input"))]
     if "max_output_tokens" in body:
         chat["max_completion_tokens"] = body["max_output_tokens"]
@@ -82,17 +82,18 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         match item.get("type") or "message":
             case "message":
                 role = _one_of(item.get("role"), ROLES, f"{where}.role")
-                messages.append({"role": ROLES[role], "content": _content(item.get("content"), where)})
+                messages.append({"role": ROLES[role], "content": _content(item.get("content"), f"{where}.content")})
             case "function_call":
                 arguments = text_of(item.get("arguments"), f"{where}.arguments")
-                called = {"name": item.get("name"), "arguments": arguments}
-                call = {"id": item.get("call_id"), "type": "function", "function": called}
-                if not messages or "tool_calls" not in messages[-1]:
-                    messages.append({"role": "assistant", "content": None, "tool_calls": []})
-                messages[-1]["tool_calls"].append(call)
+                called = {"name": _text(item.get("name"), f"{where}.name"), "arguments": arguments}
+                call = {"id": _text(item.get("call_id"), f"{where}.call_id"), "type": "function", "function": called}
+                if not messages or messages[-1]["role"] != "assistant":  # else of the turn that the text before is of
+                    messages.append({"role": "assistant", "content": None})
+                messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                content = _content(item.get("output"), where)
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+                call_id = _text(item.get("call_id"), f"{where}.call_id")
+                content = _content(item.get("output"), f"{where}.output")
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case other:
                 _one_of(other, ITEMS, f"{where}.type")
     return messages
@@ -101,14 +102,14 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
-    return [_part(part, f"{where}.content.{index}") for index, part in enumerate(_list(value, f"{where}.content"))]
+    return [_part(part, f"{where}.{index}") for index, part in enumerate(_list(value, where))]
 
 
 def _part(value: Any, where: str) -> dict[str, Any]:
     part = _object(value, where)
     match part.get("type"):
         case "input_text" | "output_text":
-            return {"type": "text", "text": part.get("text")}
+            return {"type": "text", "text": _text(part.get("text"), f"{where}.text")}
         case "input_image" if isinstance(part.get("image_url"), str):
             return {"type": "image_url", "image_url": {"url": part["image_url"]}}
         case "input_image":
@@ -179,7 +180,13 @@ def _require_known(value: dict[str, Any], allowed: tuple[str, ...], where: str) 
 
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise BadField(f"{where} must be {'a text or ' if where == 'input' else ''}a list", where.partition(".")[0])
+        raise BadField(f"{where} must be {'' if where == 'tools' else 'a text or '}a list", where.partition(".")[0])
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise BadField(f"{where} must be a text", where.partition(".")[0])
     return value
 
 
@@ -229,7 +236,7 @@ class Translation:
                 for choice in chunk.get("choices") or ():
                     delta, ended = choice.get("delta") or {}, choice.get("finish_reason") or ended
                     if text := delta.get("content"):
-                        for event in self._text(text):
+                        for event in self._add_text(text):
                             yield event
                     for call in delta.get("tool_calls") or ():
                         for event in self._add_call(call, is_new=call["index"] != call_index):
@@ -240,7 +247,13 @@ class Translation:
         response = self._end_response(ended, usage)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _text(self, text: str) -> Iterator[str]:
+    def error(self, refusal: dict[str, Any]) -> str:
+        """Return the event that ends a stream that fails: the published fields, and those of a refusal, at which
+        OpenAI's clients raise."""
+        said = refusal["error"]
+        return self._event("error", code=said["code"], message=said["message"], param=said["param"], **refusal)
+
+    def _add_text(self, text: str) -> Iterator[str]:
         if not self._output or self._output[-1]["type"] != "message":
             yield from self._item_done()
             self._output.append(_message("", "in_progress"))
@@ -294,7 +307,7 @@ class Translation:
         ended["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         ended["usage"] = {
             "input_tokens": counted.get("prompt_tokens", 0),
-            "input_tokens_details": {"cached_tokens": details.get("cached_tokens") or 0},
+            "input_tokens_details": {"cached_tokens": details.get("cached_tokens") or 0, "cache_write_tokens": 0},
             "output_tokens": counted.get("completion_tokens", 0),
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counted.get("total_tokens", 0),

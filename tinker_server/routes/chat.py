@@ -100,7 +100,8 @@ async def respond(http: Request, server: Server) -> Response:
         return Response(translation.whole(first), media_type=JSON)
     events = translation.events(_chain(first, parts))
     head = await _first(events)
-    return StreamingResponse(_events("openai", head, events), media_type="text/event-stream", headers=_HEADERS)
+    whole = _events("openai", head, events, translation)
+    return StreamingResponse(whole, media_type="text/event-stream", headers=_HEADERS)
 
 
 def _translate(content: bytearray) -> tuple[dict[str, object], ChatRequest]:
@@ -124,7 +125,10 @@ async def _all(parts: AsyncGenerator[str, None]) -> str:
 
 
 async def _events(
-    vendor: vendors.Vendor | None, first: str, rest: AsyncGenerator[str, None]
+    vendor: vendors.Vendor | None,
+    first: str,
+    rest: AsyncGenerator[str, None],
+    translation: Translation | None = None,
 ) -> AsyncGenerator[str, None]:
     """Yield the stream. If it fails midway, its last event is the error."""
     assert vendor is not None
@@ -135,8 +139,12 @@ async def _events(
                 yield part
         except (InvalidInput, TinkerServerError) as error:
             status = error.status if isinstance(error, TinkerServerError) else BadRequest.status
-            data = json.dumps(vendors.error_body(vendor, status, error, shorten(str(error))))
-            yield f"event: error\ndata: {data}\n\n" if vendor == "anthropic" else f"data: {data}\n\n"
+            refusal = vendors.error_body(vendor, status, error, shorten(str(error)))
+            if translation is not None:
+                yield translation.error(refusal)
+            else:
+                named = "event: error\n" if vendor == "anthropic" else ""
+                yield f"{named}data: {json.dumps(refusal)}\n\n"
 
 
 async def _unless_gone(http: Request, work: Coroutine[object, object, T]) -> T | None:

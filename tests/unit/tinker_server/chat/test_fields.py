@@ -115,7 +115,7 @@ def test_answers_of_the_server_come_back_as_openais_package_writes_them() -> Non
     whole = {"choices": [{"message": {"content": "a", "tool_calls": [CALL]}, "finish_reason": "stop"}]}
     response = json.loads(Translation({"model": "m"}).whole(json.dumps(whole)))
     output = {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "b"}]}
-    assert len(to_chat({"model": "m", "input": [*response["output"], output]})["messages"]) == 3
+    assert len(to_chat({"model": "m", "input": [*response["output"], output]})["messages"]) == 2
 
 
 def test_what_openais_clients_send_without_effect_is_accepted() -> None:
