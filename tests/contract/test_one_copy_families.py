@@ -60,6 +60,18 @@ def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(fa
 
 
 @pytest.mark.usefixtures("holder_here")
+def test_a_first_start_of_a_holder_starts_no_other_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models import registry
+
+    source = make_tiny_text(tmp_path / "model")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr("subprocess.run", None)
+    registry._try_inspect_model_cls.cache_clear()
+    held(sampler_config(source, tmp_path / "scratch"), tmp_path / "base")
+    assert [*tmp_path.glob("cache/modelinfos/*")]
+
+
+@pytest.mark.usefixtures("holder_here")
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 def test_what_linear_attention_has_in_float32_is_rounded_by_neither(family: str, tmp_path: Path) -> None:
     source = ALL[family](tmp_path / "model")

@@ -54,7 +54,7 @@ from tinker_server.backends.sampler.engine.requests import THREADS, Prompt, samp
 from tinker_server.backends.sampler.engine.sequences import Sequences, end_process, ending_with
 from tinker_server.backends.sampler.engine.versions import VersionCache
 from tinker_server.backends.sampler.engine.vllm_patches.routed_experts import allow_on_cpu, keep_routing
-from tinker_server.backends.sampler.engine.vllm_patches.targets import ENGINE_CONTEXT
+from tinker_server.backends.sampler.engine.vllm_patches.targets import ENGINE_CONTEXT, MODEL_INSPECTION
 from tinker_server.backends.sampler.received import ReceivedWeights
 
 _MODEL, _VERSIONS = "model", "versions"
@@ -110,8 +110,10 @@ class SamplerProcess:
         progress, began_s = progress or Progress(), time.monotonic()
         progress.does("reads weights and prepares kernels")
         await asyncio.sleep(_EMIT_S)  # the report is sent before the engine blocks the event loop
-        if spec.routing_dir is not None and spec.device == "cpu":
-            allow_on_cpu()
+        if spec.device == "cpu":  # on a GPU it would begin CUDA, and the engine could be no fork of this process
+            MODEL_INSPECTION.replace(lambda look: look())
+            if spec.routing_dir is not None:
+                allow_on_cpu()
         engine = AsyncLLM.from_engine_args(engine_args(spec, renderer.family.vision))
         placeholders = sorted(renderer.family.placeholders)
         await engine.collective_rpc("patch_runner", args=(placeholders,))

@@ -42,6 +42,7 @@ from tinker_server.backends.sampler.engine.engine import check_version, engine_a
 from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import staying
 from tinker_server.backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
 from tinker_server.backends.sampler.engine.vllm_patches.mapped_weights import parameters_of
+from tinker_server.backends.sampler.engine.vllm_patches.targets import MODEL_INSPECTION
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         self._seat = (spec.base_gpus.index(gpu), spec.tensor_parallel) if spec.divides_base else (0, 1)
         """The engine's rank whose weights these are, and how many there are."""
         meeting = f"file://{self._socket.with_suffix(f'.{os.getpid()}')}"
+        MODEL_INSPECTION.replace(lambda look: look())  # this process begins CUDA, as another was to avoid
         super().__init__(holder_config(spec), self._seat[0], 0, meeting, socket_dir=str(self._socket.parent))
         # vLLM would have it wait for the others, with whom it has nothing to do.
         self.global_rank, self.world_size, self.tp_size = 0, 1, 1

@@ -13,6 +13,12 @@ ENGINE_CONTEXT = Patch(
     "b377dc6ca3e3f961803bd9492cd9a64e2ada3f2909a36f612528dd47f006822a",
     "A new interpreter imports for 10 s what a fork has; vLLM's own forks come after the first OpenMP threads.",
 )
+MODEL_INSPECTION = Patch(
+    "model-inspection",
+    "vllm.model_executor.models.registry:_run_in_subprocess",
+    "80408fcf7d4998306020d489f2e623d094ed7cf152965a1b2df17497e79e1411",
+    "At a first start another interpreter imports vLLM, 9 s and more, to look at a class that is imported here anyway.",
+)
 KV_CACHE_ZEROING = Patch(
     "kv-cache-zeroing",
     "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
