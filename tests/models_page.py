@@ -142,8 +142,8 @@ NOTES = """
   plain torch; layers of Mamba2 are not compiled, and the model is not part of CUDA graphs. transformers lengthens time
   steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM.
   Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
-  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`
-  and [one copy of the base](operating.md#one-copy-of-the-base). No published file has been loaded yet. vLLM on a CPU
+  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, and on a CPU [one
+  copy of the base](operating.md#one-copy-of-the-base). No published file has been loaded yet. vLLM on a CPU
   computes it in float32 too.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
@@ -174,7 +174,7 @@ NOTES = """
   Gemma 2, gpt-oss, DeepSeek-V3, Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3.
   On two H100s in bfloat16, a tiny Qwen3-VL was as near float32 as on one.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
-  Nemotron. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
+  Nemotron and gpt-oss. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
   of any other base. In memory, the base has twice the size of its files; the plan says so. With `--base-precision
   fp8` the decoder's linears and experts stay in fp8 in both, and are dequantised for each product; of files that are
   not quantised, [both make the same fp8 at load](operating.md#one-copy-of-the-base). vLLM's own fp8 is
