@@ -29,7 +29,7 @@ from tests.models import make_tiny_vl
 from tests.servers import Server
 from tinker_server.auth import keys
 from tinker_server.settings import Settings
-from tinker_server.web.ledger import Ledger
+from tinker_server.web.ledger import BODIES_DECODED, BODIES_OF_ALL, RESULTS_OF_ALL
 
 ATTACKS: dict[str, Attack] = {"nothing": lambda _: time.sleep(5), **REQUESTS, **INPUTS}
 MAX_CONTEXT = 2 * CONTEXT
@@ -142,7 +142,8 @@ def main() -> None:
         ).start()
         clients = [Client(server.port, key, images, image_port) for key in (mallory, alice)]
         try:
-            bound = Ledger(Settings(data_dir=data_dir).max_body_bytes).largest_bytes
+            largest = BODIES_OF_ALL + 4 * BODIES_DECODED + RESULTS_OF_ALL  # what is decoded is there four times
+            bound = largest * Settings(data_dir=data_dir).max_body_bytes
             print(f"the ledger's bound: {bound / MIB:.0f} MiB of bodies")
             print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
             for name, attack in ATTACKS.items():

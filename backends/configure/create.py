@@ -109,17 +109,13 @@ class LocalBackend:
         """`on_loading` is called whenever a process gets ready; `own` as `describe_models`."""
         self._config, self._own = config, own
         self._on_loading = on_loading
-        self._models: dict[str, LocalModel] = {}
+        self.models: dict[str, LocalModel] = {}
+        """By public name."""
         self._cluster: Cluster | None = None
-
-    @property
-    def models(self) -> Mapping[str, LocalModel]:
-        """Return the models by public name."""
-        return self._models
 
     async def start(self) -> None:
         """Load all models."""
-        self._models = await asyncio.to_thread(
+        self.models = await asyncio.to_thread(
             lambda: make_models(describe_models(self._config, own=self._own), may_grow=self._config.cluster)
         )
         try:
@@ -149,7 +145,7 @@ class LocalBackend:
         return [] if self._cluster is None else self._cluster.states()
 
     def _make_cluster(self) -> Cluster:
-        config, models = self._config, self._models
+        config, models = self._config, self.models
         host = config.cluster_address or local_address()
         bases = RemoteBases({name: model.spec for name, model in models.items()})
         engines = RemoteEngines({name: (model.spec, model.sampler) for name, model in models.items()}, bases)
@@ -163,7 +159,7 @@ class LocalBackend:
 
     def _distinct_models(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""
-        return list({id(model.trainer): model for model in reversed(self._models.values())}.values())[::-1]
+        return list({id(model.trainer): model for model in reversed(self.models.values())}.values())[::-1]
 
 
 def _outline(model: LocalModel) -> str:

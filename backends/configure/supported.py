@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.asked_gpus import may_divide, set_ranks
-from tinker_server.backends.families.coverage import Numbers
 from tinker_server.backends.families.text import WITHOUT_FP8
 from tinker_server.backends.formats.model_files import linear_attention, quantisation
 from tinker_server.backends.formats.mxfp4 import is_in_mxfp4
@@ -43,21 +42,20 @@ class Support:
     source: str
     """The operator's name of the files, for errors."""
 
-    def check(self, numbers: Numbers) -> None:
+    def check(self) -> None:
         """Raise BackendFailed for the first setting that is not supported with this base."""
-        for setting, value, reason, instead in self._settings(numbers):
+        for setting, value, reason, instead in self._settings():
             if reason is not None:
                 raise BackendFailed(
                     f"{self.source}: {setting} {value} (setting backend.{setting}) is not supported: {reason};"
                     f" {instead}"
                 )
 
-    def _settings(self, numbers: Numbers) -> Iterator[tuple[str, object, str | None, str]]:
+    def _settings(self) -> Iterator[tuple[str, object, str | None, str]]:
         """Yield each setting that needs support: its value, the reason why it has none or None, and what to do."""
         config = self.config
         ranks, slices = config.tensor_parallel or 1, config.context_parallel
-        instead = "leave it out"
-        yield "tensor_parallel", ranks, self._reason_undivided(ranks), instead
+        yield "tensor_parallel", ranks, self._reason_undivided(ranks), "leave it out"
         yield "context_parallel", slices, self._reason_unsliced(slices), "set it to 1"
         if config.base_copies == 1:
             yield "base_copies", 1, self._reason_unshared(), "set it to 2"

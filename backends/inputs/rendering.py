@@ -8,7 +8,7 @@ T tokens
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -74,7 +74,8 @@ class Renderer:
         self._cache: LRU[str, RenderedImage] = LRU(image_cache_bytes, lambda image: image.size_bytes)
         self._in_use: WeakValueDictionary[str, RenderedImage] = WeakValueDictionary()
         """Images still referenced: an image of several inputs is decoded once."""
-        self._prefetcher: Prefetcher[RenderedImage] = Prefetcher(_PREFETCH_BYTES)
+        self.prefetcher: Prefetcher[RenderedImage] = Prefetcher(_PREFETCH_BYTES)
+        """Decodes images that will be rendered soon; paused while kernels are launched."""
 
     def layout(self, model_input: ModelInput, where: str | Sequence[str]) -> Layout:
         """Return the positions of an input; of its images only the headers are read.
@@ -157,19 +158,11 @@ class Renderer:
         vision = self.family.vision
         if vision is None:
             return
-        with self._prefetcher.pause():  # or the first threads would compete with this loop
+        with self.prefetcher.pause():  # or the first threads would compete with this loop
             for key, data, span in (image for model_input in inputs for image in images_of(*model_input)):
                 if key not in known and key not in self._in_use and self._cache.get(key) is None:
                     work = partial(self._decode, vision, key, data)
-                    self._prefetcher.start(key, vision.size_bytes(span.grid), work)
-
-    def prefetch_paused(self) -> AbstractContextManager[None]:
-        """Pause prefetching, except images already being decoded, while kernels are launched."""
-        return self._prefetcher.pause()
-
-    def cancel_prefetch(self) -> None:
-        """Drop all prefetched images."""
-        self._prefetcher.cancel()
+                    self.prefetcher.start(key, vision.size_bytes(span.grid), work)
 
     def _check_tokens(self, tokens: np.ndarray, at: str) -> None:
         if tokens.size == 0:
@@ -205,12 +198,12 @@ class Renderer:
     ) -> RenderedImage:
         key = chunk.sha256
         if key in known:
-            self._prefetcher.cancel(key)
+            self.prefetcher.cancel(key)
             return RenderedImage(key, vision.sizes_of_image(span))
         image = self._cache.get(key) or self._in_use.get(key)
         if image is None:
             try:
-                image = self._prefetcher.take(key) or self._decode(vision, key, chunk.data)
+                image = self.prefetcher.take(key) or self._decode(vision, key, chunk.data)
             except BadImage as error:
                 raise InvalidInput(f"{at}: {error}") from None
             self._in_use[key] = image

@@ -61,7 +61,7 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
         case commands.Snapshot(model_id, directory):
             rank.snapshot(model_id, directory)
         case commands.AwaitSnapshot(directory):
-            return rank.snapshot_written(directory)
+            return rank.base.snapshots.written(directory)
         case _:
             assert_never(command)
     return None

@@ -7,7 +7,6 @@ All ranks run the same commands with the same arguments. They agree on every err
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -246,7 +245,7 @@ class TrainerRank:
             if self._world.rank == 0:
                 finished.append((request.number, request.output(shares)))
         if not self._requests:
-            self.base.renderer.cancel_prefetch()
+            self.base.renderer.prefetcher.cancel()
         return ComputedMicrobatch(finished, computed)
 
     def _admit(self, new: Sequence[NewRequest]) -> dict[int, Exception]:
@@ -380,12 +379,8 @@ class TrainerRank:
         return Made(loaded.training_bytes, loaded.config.layout)
 
     def snapshot(self, model_id: str, directory: Path) -> None:
-        """Copy everything; a thread of rank 0 writes the copy, until `snapshot_written` is done."""
+        """Copy everything; a thread of rank 0 writes the copy, until `SnapshotWriter.written` is done."""
         self.base.files.begin_snapshot(self._about_to_move(model_id), directory)
-
-    def snapshot_written(self, directory: Path) -> Future[None]:
-        """Return a future that is done when a snapshot that this rank has begun is on disk."""
-        return self.base.snapshots.written(directory)
 
     def _about_to_move(self, model_id: str) -> LoraModel:
         """Return a model whose files are about to be read or written."""

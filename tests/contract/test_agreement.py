@@ -75,7 +75,7 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
     found["save"] = outcome(lambda: rank.save_state("m", directory / "file" / "state"))
     found["snapshot"] = outcome(lambda: rank.snapshot("m", directory / "file" / "snapshot"))
     if world.rank == 0:
-        written = outcome(rank.snapshot_written(directory / "file" / "snapshot").result)
+        written = outcome(rank.base.snapshots.written(directory / "file" / "snapshot").result)
         assert written.startswith("BackendFailed: a file cannot be read or written"), written
     found["after saving"] = train()
 

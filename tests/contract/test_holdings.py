@@ -180,9 +180,9 @@ def test_an_archive_that_another_owner_asked_for_is_held_for_an_hour(
     services = server.app.state.services
 
     def held() -> int:
-        counting = services.holdings.bytes_on_disk("alice")
-        num_bytes: int = asyncio.run_coroutine_threadsafe(counting, server.loop).result(20)
-        return num_bytes
+        counting = services.holdings.part("alice")
+        part: holdings.Part = asyncio.run_coroutine_threadsafe(counting, server.loop).result(20)
+        return part.held_bytes
 
     def sweep(after_s: float) -> None:
         sweeping = services.housekeeper.sweep_weights(time.time() + after_s)

@@ -70,7 +70,7 @@ def train(world: World, source: Path, directory: Path) -> Trained:
     step()
     rank.save_state("m", directory / "state")
     if world.rank == 0:
-        rank.snapshot_written(directory / "snapshot").result()
+        rank.base.snapshots.written(directory / "snapshot").result()
     rank.create_model("m", LORA, directory / "snapshot")
     compute(data[0])
     step()

@@ -124,7 +124,7 @@ def snapshot(rank: TrainerRank, name: str, directory: Path) -> None:
     """Write a snapshot to the end."""
     rank.snapshot(name, directory)
     if rank._world.rank == 0:
-        rank.snapshot_written(directory).result(60)
+        rank.base.snapshots.written(directory).result(60)
     if rank._world.size > 1:
         torch.distributed.barrier()
 

@@ -173,7 +173,7 @@ def test_what_is_saved_goes_on_as_it_was(rank, source, data, tmp_path) -> None:
     rank.save_state("m", tmp_path / "state")
     forward_backward(rank, "m", cross_entropy(data), True)
     rank.snapshot("m", tmp_path / "snapshot")
-    rank.snapshot_written(tmp_path / "snapshot").result(timeout=60)
+    rank.base.snapshots.written(tmp_path / "snapshot").result(timeout=60)
     other = trainer(source)
     other.create_model("loaded", Trainable(rank=8, seed=9, train_vision=True))
     other.load_state("loaded", tmp_path / "state", with_optimizer=True)

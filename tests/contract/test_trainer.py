@@ -568,7 +568,7 @@ def test_the_next_microbatchs_images_are_decoded_while_one_is_computed(tiny_vl, 
     waiting, score = [], rank.base.score
 
     def noted(*arguments):
-        waiting.append(len(rank.base.renderer._prefetcher._results))
+        waiting.append(len(rank.base.renderer.prefetcher._results))
         return score(*arguments)
 
     monkeypatch.setattr(rank.base, "score", noted)
@@ -579,7 +579,7 @@ def test_the_next_microbatchs_images_are_decoded_while_one_is_computed(tiny_vl, 
     cut = prompt(type(broken)(data=broken.data[: len(broken.data) // 2], format="png"), words(12))
     with pytest.raises(InvalidInput, match="datum 1"):
         forward_backward(rank, "m", cross_entropy([datum(one, renderer) for one in (pictures[0], cut)]), True)
-    assert not rank.base.renderer._prefetcher._results
+    assert not rank.base.renderer.prefetcher._results
 
 
 def as_chunk(picture: Image.Image) -> ImageChunk:

@@ -235,5 +235,5 @@ def test_nothing_is_left_of_images_that_were_decoded_for_a_refused_request(keepi
     bad = good.model_copy(update={"model_input": prompt(words(3), cut, words(3), whole)})
     with pytest.raises(InvalidInput, match="datum 0, chunk 1: the image does not decode"):
         forward_backward(keeping, "m", cross_entropy([bad]), True)
-    assert not keeping.base.renderer._prefetcher._results
+    assert not keeping.base.renderer.prefetcher._results
     run(keeping, data)

@@ -211,14 +211,10 @@ def _repetition(parsed: sre_parser.SubPattern) -> int:
             _repetition(part)
             for group in parts
             for part in (group if isinstance(group, list) else [group])
-            if _holds(part)
+            if isinstance(part, sre_parser.SubPattern)
         ]
         largest = max(largest, count * max(inner, default=1))
     return largest
-
-
-def _holds(part: object) -> bool:
-    return isinstance(part, sre_parser.SubPattern)
 
 
 def _values(values: Iterable[object]) -> Iterator[object]:

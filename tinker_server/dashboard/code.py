@@ -44,7 +44,7 @@ class Code:
     def fork(self, path: str, kind: Kind) -> str:
         """Return three lines that train on from saved weights, with their optimizer where they have it."""
         method = "create_training_client_from_state" + ("_with_optimizer" if kind == "weights" else "")
-        return f"{self.service}training = service.{method}({_text(path)}).result()\n"
+        return f"{self.service}training = service.{method}({json.dumps(path)}).result()\n"
 
     def sample(self, draw: Draw) -> dict[str, str]:
         """Return programs that draw a sample again, by their kind."""
@@ -63,7 +63,7 @@ class Code:
         has_images = any(isinstance(chunk, ImageChunk) for chunk in draw.prompt.chunks)
         return (
             f"{'import pathlib' + chr(10) if has_images else ''}{self.service}"
-            f"sampler = service.create_sampling_client({weights}={_text(draw.model)}).result()\n"
+            f"sampler = service.create_sampling_client({weights}={json.dumps(draw.model)}).result()\n"
             f"{_prompt(draw)}"
             f"params = tinker.types.SamplingParams({params})\n"
             f"answer = sampler.sample(prompt, num_samples={draw.num_samples}, sampling_params=params).result()\n"
@@ -102,7 +102,3 @@ def _prompt(draw: Draw) -> str:
             data = f'pathlib.Path("image-{num_images}.{chunk.format}").read_bytes()'
             lines.append(f'    tinker.types.ImageChunk(data={data}, format="{chunk.format}"),\n')
     return f"prompt = tinker.types.ModelInput(chunks=[\n{''.join(lines)}])\n"
-
-
-def _text(value: str) -> str:
-    return json.dumps(value)

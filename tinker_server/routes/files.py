@@ -61,7 +61,7 @@ async def get_file(
 ) -> Response:
     """Download a file of exported weights."""
     link.require_to(f"files/{path}")
-    return await _file(storage.downloadable(path))
+    return await _file(storage.below_checkpoints(path))
 
 
 @_download("/archives/{directory:path}", LimitReached)

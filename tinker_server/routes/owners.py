@@ -54,7 +54,7 @@ async def list_owners(
     for run, size_bytes in server.scheduler.in_memory():
         memory_bytes[run.owner] += size_bytes
     names = sorted({*keys, *(owner for owner, _ in used), *(owner for owner, _ in runs)})
-    disk_bytes = await asyncio.gather(*(server.holdings.bytes_on_disk(name) for name in names))
+    parts = await asyncio.gather(*(server.holdings.part(name) for name in names))
     owners = [
         OwnerSummary(
             owner=name,
@@ -62,14 +62,14 @@ async def list_owners(
             runs_in_memory=runs[name, "active"],
             runs_on_disk=runs[name, "suspended"],
             memory_bytes=memory_bytes[name],
-            disk_bytes=held,
+            disk_bytes=part.held_bytes,
             operations_running=working[name, True],
             operations_waiting=working[name, False],
             tokens=Tokens(
                 training=used[name, "training"], prefill=used[name, "prefill"], sampled=used[name, "sampled"]
             ),
         )
-        for name, held in zip(names, disk_bytes, strict=True)
+        for name, part in zip(names, parts, strict=True)
     ]
     return OwnersResponse(owners=owners, used_since=from_unix(since))
 

@@ -118,7 +118,7 @@ class Storage:
     async def delete(self, *directories: str) -> None:
         """Delete weights and their archives. Raises Superseded, and ValueError for a path not below `checkpoints`."""
         self.lease.require()
-        paths = [(self._below("checkpoints", directory), self.archive_of(directory)) for directory in directories]
+        paths = [(self.below_checkpoints(directory), self.archive_of(directory)) for directory in directories]
         await asyncio.to_thread(_remove, paths)
         gone = [directory for directory in directories if not self.path(directory).exists()]
         with contextlib.suppress(DatabaseUnavailable):  # they stay listed, and are deleted later
@@ -165,10 +165,6 @@ class Storage:
         """Return the relative paths of the weights' files."""
         return await asyncio.to_thread(_files, self.path(directory))
 
-    def downloadable(self, path: str) -> Path:
-        """Return the path of a file of weights. Raises ValueError for any other path, also behind a link."""
-        return self._below("checkpoints", path)
-
     def archive_of(self, directory: str) -> Path:
         """Return the path of a directory's archive, if any."""
         return self._root / "archives" / f"{directory.replace('/', '.')}{ARCHIVE_SUFFIX}"
@@ -195,10 +191,11 @@ class Storage:
         self.lease.require()
         await asyncio.to_thread(_remove_files, self._root / "archives", before)
 
-    def _below(self, top: str, path: str) -> Path:
-        resolved = (self._root / path).resolve()
-        if not resolved.is_relative_to(self._root / top) or resolved == self._root / top:
-            raise ValueError(f"{path!r} is not below {top}")
+    def below_checkpoints(self, path: str) -> Path:
+        """Return the path of weights or of a file of them. Raises ValueError for any other path, also behind a link."""
+        resolved, top = (self._root / path).resolve(), self._root / "checkpoints"
+        if not resolved.is_relative_to(top) or resolved == top:
+            raise ValueError(f"{path!r} is not below checkpoints")
         return resolved
 
 

@@ -135,10 +135,6 @@ class Holdings:
         held += sum([await count(owner) for count in self._counts])
         return Part(held, free_bytes, self._disk_part), freed
 
-    async def bytes_on_disk(self, owner: str) -> int:
-        """Return the bytes that the owner holds."""
-        return (await self.part(owner)).held_bytes
-
     async def _count_bytes(self, owner: str, replaced: str | None, archives: Mapping[str, int]) -> tuple[int, int]:
         """Return the bytes of an owner's directories, and those of `replaced` with its archive among them.
 

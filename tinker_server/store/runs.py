@@ -115,11 +115,9 @@ class RunStore:
 
     async def mark_lost(self, model_id: str) -> None:
         """Record that a model is neither in memory nor on disk. Its snapshot, if any, is released."""
-
-        async def end_log(session: AsyncSession) -> None:
-            await replay_log.truncate(session, model_id, None)
-
-        await self._set(model_id, end_log, status="lost", snapshot=None)
+        await self._set(
+            model_id, lambda session: replay_log.truncate(session, model_id, None), status="lost", snapshot=None
+        )
 
     async def set_snapshot(self, model_id: str, snapshot: Snapshot, computed_with: dict[str, str]) -> None:
         """Record a written snapshot of the model. The snapshot before is released."""

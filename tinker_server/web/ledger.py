@@ -29,14 +29,7 @@ class Ledger:
     def __init__(self, max_body_bytes: int) -> None:
         self.bodies = _of_bytes(BODIES_OF_OWNER * max_body_bytes, BODIES_OF_ALL * max_body_bytes)
         self.results = _of_bytes(RESULTS_OF_OWNER * max_body_bytes, RESULTS_OF_ALL * max_body_bytes)
-        self._max_body_bytes = max_body_bytes
         self._decoding = FairQueue(BODIES_DECODED * max_body_bytes)
-
-    @property
-    def largest_bytes(self) -> int:
-        """Return the most memory that bodies and results take: what is received, four times what is being decoded, and
-        what is sent."""
-        return (BODIES_OF_ALL + 4 * BODIES_DECODED + RESULTS_OF_ALL) * self._max_body_bytes
 
     def body(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[Callable[[int], None]]:
         """Hold room for a body while the block runs; what it yields takes the bytes that came, and gives back the rest.

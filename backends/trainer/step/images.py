@@ -28,7 +28,7 @@ def render(
             model_input, layout = request.data[index].model_input, request.layouts[index]
             rendered.append(base.renderer.render(model_input, f"datum {index}", known, layout))
             if vision is not None and not request.model.config.train_vision:
-                with base.renderer.prefetch_paused():
+                with base.renderer.prefetcher.pause():
                     vision.begin([image for image in rendered[-1].images if image.hash not in known], world.device)
         return rendered
 

@@ -20,7 +20,8 @@ class BatchWriter(Generic[T]):
         self._num_written = 0
         self._wake = asyncio.Event()
         self._progress = asyncio.Condition()
-        self._stopping = False
+        self.is_stopping = False
+        """True once `write` should give up what it cannot write now."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -41,25 +42,20 @@ class BatchWriter(Generic[T]):
 
     async def stop(self) -> None:
         """Write the items that have arrived, then end."""
-        self._stopping = True
+        self.is_stopping = True
         self._wake.set()
         if self._task is not None:
             await self._task
-
-    @property
-    def is_stopping(self) -> bool:
-        """Return whether `write` should give up what it cannot write now."""
-        return self._stopping
 
     @property
     def _ended(self) -> bool:
         return self._task is None or self._task.done()
 
     async def _run(self) -> None:
-        while not self._stopping or self._arrived:
+        while not self.is_stopping or self._arrived:
             await self._wake.wait()
             batch = [self._arrived.popleft() for _ in range(min(len(self._arrived), self._max_batch))]
-            if not self._arrived and not self._stopping:
+            if not self._arrived and not self.is_stopping:
                 self._wake.clear()
             if batch:
                 await self._write(batch)

@@ -7,7 +7,7 @@ the snapshot holds.
 
 from dataclasses import dataclass
 
-from sqlalchemy import CursorResult, func, select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinker_server.store.futures import images
@@ -48,15 +48,14 @@ async def entries(session: AsyncSession, model_id: str, after: int) -> list[Entr
     return [Entry(*row) for row in rows]  # type: ignore[arg-type]  # the position is there
 
 
-async def truncate(session: AsyncSession, model_id: str, position: int | None) -> int:
-    """Within a transaction, remove the entries up to a position, or all if it is None; return their number."""
+async def truncate(session: AsyncSession, model_id: str, position: int | None) -> None:
+    """Within a transaction, remove the entries up to a position, or all if it is None."""
     mine = (Future.lane == model_id) & Future.position.is_not(None)
     if position is not None:
         mine &= Future.position <= position
     await images.release(session, select(Future.request_id).where(mine))
     change = update(Future).where(mine).values(position=None, request=b"")
-    outcome: CursorResult[object] = await session.execute(change, execution_options={"synchronize_session": False})  # type: ignore[assignment]
-    return outcome.rowcount
+    await session.execute(change, execution_options={"synchronize_session": False})
 
 
 async def clear_tries(session: AsyncSession, model_id: str) -> None:

@@ -66,7 +66,7 @@ def test_known_images_are_not_decoded_and_prefetched_ones_not_left_over(renderer
     for one in INPUTS[:2]:
         known = hashes | {one.hash for one in renderer.render(INPUTS[1], "datum").images}
         assert not any("pixel_values" in one.tensors for one in renderer.render(one, "datum", known).images)
-    assert not renderer._prefetcher._results
+    assert not renderer.prefetcher._results
 
 
 def test_a_broken_image_is_refused_by_its_position_when_it_is_rendered(renderer):
