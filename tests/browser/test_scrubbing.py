@@ -93,6 +93,30 @@ def test_the_keyboard_chooses_steps_and_goes_back_to_the_latest(scrubbed: Watche
     expect(page).not_to_have_url(re.compile("step="))
 
 
+def test_the_arrows_lead_on_to_the_samples_after_the_newest_step_and_back(scrubbed: Watched, dora: Dora) -> None:
+    owner = dora[0]
+    run_id = owner.new_run()
+    owner.train_and_sample(run_id, range(2))
+    saved = owner.post("/save_weights_for_sampler", model_id=run_id, seq_id=7, path="after")
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    owner.post("/asample", model_path=saved["path"], prompt=prompt, sampling_params={"max_tokens": 4})
+    page = scrubbed.open(f"/runs/{run_id}?step=0")
+    drawn(page)
+    later = panel(page).get_by_role("button", name="Later step with samples")
+    later.click()
+    expect(panel(page)).to_contain_text("Of the weights that this step began with")
+    expect(page).to_have_url(re.compile(r"\?step=1$"))
+    expect(panel(page).locator("li")).to_have_count(2)
+    later.click()
+    expect(panel(page)).to_contain_text("Of the weights after this step")
+    expect(panel(page).locator("li")).to_have_count(1)
+    expect(page).not_to_have_url(re.compile("step="))
+    expect(later).to_be_disabled()
+    panel(page).get_by_role("button", name="Earlier step with samples").click()
+    expect(panel(page)).to_contain_text("Of the weights that this step began with")
+    expect(page).to_have_url(re.compile(r"\?step=1$"))
+
+
 def test_a_finger_chooses_a_step(scrubbed: Watched, dora: Dora) -> None:
     page = scrubbed.open(f"/runs/{dora[1]}")
     drawn(page)

@@ -3,6 +3,7 @@
 pytest tests/contract/test_administrators.py
 """
 
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from tests.fake_server import Running, forward_backward_body
 from tests.fakes import SIZE_BYTES
 from tinker_server.__main__ import main
 from tinker_server.auth import keys
+from tinker_server.dashboard.pages import owners, runs
 from tinker_server.web.gate import FINISH, OWN_KEY, SAMPLING, SAMPLING_BELOW
 
 API = "/api/v1"
@@ -335,3 +337,18 @@ def test_the_page_of_owners_is_there_for_administrators_alone_and_unloads_and_st
         assert house.runs()[run_id]["place"] == "disk"
         assert root.change("POST", f"/owners/runs/{run_id}/stop").status_code == 200
     assert house.runs()[run_id]["place"] == "ended"
+
+
+def test_a_stop_on_the_page_of_owners_stays_on_its_page_of_runs_and_no_page_is_beyond_the_last(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (owners, runs):
+        monkeypatch.setattr(module, "PER_PAGE", 2)
+    third = [house.alice.new_run() for _ in range(4)][1]
+    with Owner(house.server, house.root_key).sign_in() as root:
+        for action in ("unload", "stop"):
+            (link,) = re.findall(f'hx-post="([^"]*/{third}/{action}[^"]*)"', root.get("/owners?page=2").text)
+            assert f'id="run-{third}"' in root.change("POST", link).text
+        beyond = root.get("/owners/now?page=999").text
+        assert "Newer" in beyond and "Older" not in beyond and "No runs yet" not in beyond
+    assert house.runs()[third]["place"] == "ended"

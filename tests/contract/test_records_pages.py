@@ -41,6 +41,7 @@ def test_usage_is_shown_by_owner_and_by_day(people: tuple[Owner, Owner, Owner]) 
     day = time.strftime("%Y-%m-%d", time.gmtime())
     assert cells(own, "alice") == cells(own, day) and cells(own, "alice")[1] == "3"
     assert cells(admin.get("/usage").text, "alice") == cells(own, "alice")
+    assert re.search('<input type="number" name="days"[^>]* required', own), "an empty number is no page"
     assert "Nothing was computed" in admin.get("/usage?owner=bob").text
     assert "Nothing was computed" in bob.get("/usage").text
     assert "Nothing was computed" in bob.get("/usage?owner=alice").text, "the name is for administrators"
@@ -51,5 +52,6 @@ def test_the_audit_log_is_an_owners_own_and_an_administrators(people: tuple[Owne
     for viewer in (alice, admin):
         text = viewer.get("/audit").text
         assert "checkpoint_" in text and "kept" in text and "alice" in text
+        assert re.search('<input type="date" name="day"[^>]* required', text), "an empty day is no page"
     assert "No changes on" in bob.get("/audit").text and "No changes on" in bob.get("/audit?owner=alice").text
     assert "No changes on 2020-01-01" in admin.get("/audit?day=2020-01-01").text

@@ -81,6 +81,13 @@ def test_a_run_is_named_tagged_and_found_by_its_words_and_its_metadata(alice: Ow
     assert alice.change("POST", f"/runs/{run_id}/labels", name="x" * 201).status_code == 404
 
 
+def test_a_page_of_runs_that_is_no_longer_there_is_the_last(alice: Owner) -> None:
+    run_id = alice.new_run()
+    for path in ("/?page=9", "/runs?page=9"):
+        text = alice.get(path).text
+        assert run_id in text and 'name="page" value="1"' in text and "No runs yet" not in text
+
+
 def test_several_runs_are_compared_on_the_page_of_the_first(alice: Owner) -> None:
     run_id, second, third = (alice.new_run() for _ in range(3))
     there = alice.pages.get("/compare", params={"run": [run_id, second, third]}).headers["location"]

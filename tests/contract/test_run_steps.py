@@ -45,6 +45,19 @@ def test_an_old_step_shows_its_own_samples_though_many_newer_were_drawn(alice: O
     assert len(re.findall("<li ", alice.get(f"/samples?run={run_id}").text)) == 10
 
 
+def test_the_newest_step_shows_its_own_samples_and_leads_on_to_those_after_it(alice: Owner) -> None:
+    run_id = alice.new_run()
+    alice.train_and_sample(run_id, range(2))
+    saved = alice.post("/save_weights_for_sampler", model_id=run_id, seq_id=7, path="after")
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    alice.post("/asample", model_path=saved["path"], prompt=prompt, sampling_params={"max_tokens": 4})
+    latest, newest = (alice.get(f"/runs/{run_id}/step{query}").text for query in ("", "?step=1"))
+    assert "Of the weights after this step" in latest and len(samples_of(latest)) == 1
+    assert 'data-step="1"' in latest and 'data-step="2"' not in latest
+    assert "that this step began with" in newest and len(samples_of(newest)) == 2
+    assert 'data-step="0"' in newest and 'data-step="2"' in newest
+
+
 def test_a_step_without_samples_shows_those_of_the_nearest_before_and_its_own_numbers(alice: Owner) -> None:
     run_id = alice.new_run()
     alice.train_and_sample(run_id, range(2))

@@ -14,22 +14,27 @@ from tinker_server.release import release
 from tinker_server.web.prefix import prefix_of
 
 FOLDER = Path(__file__).parent
+HUGE = 1e15
+"""Numbers from here on have an exponent: not all of their digits are shown."""
 
 
 def number(value: float | None, digits: int = 4) -> str:
     """Format with a few significant digits; a dash if the value is unknown."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 10**digits else f"{value:.{digits}g}"
+    shown = f"{value:.{digits}g}"
+    is_whole = float(value).is_integer() or abs(float(shown)) >= 10**digits
+    return f"{value:,.0f}" if is_whole and abs(value) < HUGE else shown
 
 
 def amount(value: float | None) -> str:
     """Format a large number shortly, such as 12.3 M."""
     if value is None:
         return "–"
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
+    rounded = float(f"{value:.3g}")
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 1e4 and rounded >= size:
+            return f"{number(rounded / size, 3)} {unit}"
     return f"{value:,.0f}"
 
 

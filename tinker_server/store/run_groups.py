@@ -1,10 +1,10 @@
 """What the table of runs shows beside the list of `catalog.py`: values, trends and groups."""
 
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from tinker_server.store import run_metrics
 from tinker_server.store.database import Database
@@ -59,18 +59,19 @@ class RunTable:
         conditions = (TrainingRunRow.owner == owner, *has_words(search))
         values = [run_metrics.latest(metric).label(f"m{number}") for number, metric in enumerate(metrics)]
         runs = select(group_key(key).label("value"), *values).join(SessionRow).where(*conditions)
-        newest = runs.order_by(TrainingRunRow.created_at.desc()).limit(GROUPED_RUNS).subquery()
-        numbers = [newest.c[f"m{number}"] for number in range(len(metrics))]
-        sums = [part for value in numbers for part in (func.avg(value), func.avg(value * value))]
-        of_groups = select(newest.c.value, func.count(), *sums).group_by(newest.c.value)
+        groups: dict[str, list[list[float | None]]] = {}
         async with self._db.read_of(owner) as session:
-            found = await session.execute(of_groups.order_by(func.count().desc(), newest.c.value).limit(MAX_GROUPS))
-            return [GroupRow(Group(key, value), count, _means(metrics, moments)) for value, count, *moments in found]
+            newest = runs.order_by(TrainingRunRow.created_at.desc()).limit(GROUPED_RUNS)
+            for value, *of_run in await session.execute(newest):
+                groups.setdefault(value, []).append(of_run)
+        largest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))[:MAX_GROUPS]
+        return [GroupRow(Group(key, value), len(of_runs), _means(metrics, of_runs)) for value, of_runs in largest]
 
 
-def _means(metrics: Sequence[str], moments: Sequence[float | None]) -> dict[str, Mean]:
+def _means(metrics: Sequence[str], of_runs: Sequence[Sequence[float | None]]) -> dict[str, Mean]:
+    """Return the means over runs. They are computed exactly: a sum of squares, as SQL has it, may overflow."""
     found = {}
-    for metric, mean, square in zip(metrics, moments[::2], moments[1::2], strict=True):
-        if mean is not None and square is not None:
-            found[metric] = Mean(float(mean), math.sqrt(max(0.0, float(square) - float(mean) ** 2)))
+    for metric, values in zip(metrics, zip(*of_runs, strict=True), strict=True):
+        if known := [float(value) for value in values if value is not None]:
+            found[metric] = Mean(statistics.mean(known), statistics.pstdev(known))
     return found

@@ -25,11 +25,11 @@ class Point:
     """The last of them."""
     at: float
     loss: float | None
-    """Mean over the positions that train."""
+    """Mean over the positions that train, of the batches whose loss is finite."""
     grad_norm: float | None
     learning_rate: float | None
     tokens_per_s: float | None
-    """Tokens per second of run time, without the time they waited."""
+    """Tokens per second of the batches' run time, without the time they waited."""
     sampler_gap: float | None
     divergence: float | None
     clip_fraction: float | None
@@ -40,13 +40,14 @@ class Point:
     run_s: float
 
 
+_IS_BATCH = _OF.loss_tokens > 0
 _POINT = (
     func.max(_OF.step),
     func.max(_OF.at),
-    func.sum(_OF.loss) / func.nullif(func.sum(_OF.loss_tokens), 0),
+    func.sum(_OF.loss) / func.nullif(func.sum(_OF.loss_tokens).filter(_OF.loss.is_not(None)), 0),
     func.avg(_OF.grad_norm),
     func.avg(_OF.learning_rate),
-    func.sum(_OF.tokens) / func.nullif(func.sum(_OF.run_s), 0),
+    func.sum(_OF.tokens).filter(_IS_BATCH) / func.nullif(func.sum(_OF.run_s).filter(_IS_BATCH), 0),
     func.avg(_OF.sampler_gap),
     func.avg(_OF.divergence),
     func.avg(_OF.clip_fraction),

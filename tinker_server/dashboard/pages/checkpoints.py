@@ -43,6 +43,8 @@ async def show_all(  # noqa: PLR0913 - one for each parameter of the query
     """Show one page of the checkpoints of all runs, newest first; `kind` and `run` select some."""
     asked = Page(Scope(viewer.owner), PER_PAGE, (number - 1) * PER_PAGE)
     found, total = await server.catalog.checkpoints(asked, [kind] if kind else KINDS, time.time(), run or None)
+    if number > last_page(total):  # the weights of this page were deleted
+        return await show_all(request, server, viewer, kind, run, last_page(total))
     titles = await find_titles(server, viewer)
     filters = {"kinds": KINDS, "kind": kind, "run": run, "titles": ({run: ""} if run else {}) | titles}
     values = {"checkpoints": found, "total": total, "number": number, "last_page": last_page(total)}
@@ -75,7 +77,7 @@ async def set_expiry(
     request: Request, path: CheckpointPath, server: Server, viewer: Viewing, seconds: Annotated[int, Form()]
 ) -> Response:
     """Set the seconds from now after which the weights expire; 0: never."""
-    asked = SetTtlRequest(ttl_seconds=None if seconds == NEVER else seconds)
+    asked = SetTtlRequest.model_construct(ttl_seconds=None if seconds == NEVER else seconds)  # set_ttl checks it
     await api.set_ttl(path, asked, server.checkpoints, server.audit, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
 

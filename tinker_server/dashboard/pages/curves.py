@@ -56,7 +56,7 @@ async def curves(run_id: str, server: Server, viewer: Viewing, asked: Asked) -> 
     newest = await server.steps.last(run_id)
     end = 0 if newest is None else newest.step
     last = min(asked.last, end)
-    points = await server.steps.points(run_id, min(asked.first, last), last, MOST)
+    points = await server.steps.points(run_id, asked.first, last, MOST)
     body = await off_loop(viewer.owner, LARGE, _columns, points, end)
     return Response(body, media_type="application/json")
 

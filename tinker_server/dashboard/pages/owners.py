@@ -30,20 +30,23 @@ async def show_now(request: Request, server: Server, viewer: Administrating, num
 
 
 @router.post("/runs/{run_id}/unload")
-async def unload(request: Request, run_id: str, server: Server, viewer: Administrating) -> Response:
+async def unload(request: Request, run_id: str, server: Server, viewer: Administrating, number: Number = 1) -> Response:
     """Move a run's model to disk."""
     await api.unload(UnloadRunRequest(run_id=run_id), server, viewer.owner)
-    return page(request, "owners_now.html", await _now(server, viewer, 1))
+    return page(request, "owners_now.html", await _now(server, viewer, number))
 
 
 @router.post("/runs/{run_id}/stop")
-async def stop(request: Request, run_id: str, server: Server, viewer: Administrating) -> Response:
+async def stop(request: Request, run_id: str, server: Server, viewer: Administrating, number: Number = 1) -> Response:
     """End the session of a run."""
     await api.stop(StopRunRequest(run_id=run_id), server, viewer.owner)
-    return page(request, "owners_now.html", await _now(server, viewer, 1))
+    return page(request, "owners_now.html", await _now(server, viewer, number))
 
 
 async def _now(server: Services, viewer: Viewer, number: int) -> dict[str, object]:
-    owners = await api.list_owners(server, viewer.owner, HOURS)
     runs = await api.list_runs(server, viewer.owner, None, PER_PAGE, (number - 1) * PER_PAGE)
-    return {"owners": owners, "runs": runs, "number": number, "last_page": last_page(runs.cursor.total_count)}
+    last = last_page(runs.cursor.total_count)
+    if number > last:  # the runs of this page were deleted
+        return await _now(server, viewer, last)
+    owners = await api.list_owners(server, viewer.owner, HOURS)
+    return {"owners": owners, "runs": runs, "number": number, "last_page": last}

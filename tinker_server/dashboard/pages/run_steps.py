@@ -46,9 +46,9 @@ async def show_step(
     newest = await server.steps.last(run_id)
     end = max(0 if newest is None else newest.step, await server.client_metrics.last_step(run_id) or 0)
     number = end if step is None else min(step, end)
-    is_last = number == end
     values = {"run": run, "run_id": run_id, "step": number, "most_images": THUMBNAILS}
-    found = await _samples(server, viewer, run_id, END if is_last else number)  # also of the weights after the last
+    up_to = END if step is None else number  # the latest: also samples of the weights after the last step
+    found = await _samples(server, viewer, run_id, up_to)
     return page(request, "run_step.html", {**values, "values": await _values(server, run_id, number), "found": found})
 
 

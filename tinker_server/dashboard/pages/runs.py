@@ -64,11 +64,12 @@ class Progress:
             return cls()
         batches = [step for step in last if step.loss_tokens]
         newest = [step for step in batches if step.step == batches[-1].step]
+        losses = [step.loss for step in newest if step.loss is not None]
         trained, run_s = sum(step.loss_tokens or 0 for step in newest), sum(step.run_s for step in batches)
         return cls(
             steps=last[-1].step + is_optim_step(last[-1]),
             tokens=last[-1].total_tokens,
-            loss=sum(step.loss or 0 for step in newest) / trained if trained else None,
+            loss=sum(losses) / trained if trained and len(losses) == len(newest) else None,
             tokens_per_s=sum(step.tokens for step in batches) / run_s if run_s else None,
         )
 
@@ -142,6 +143,8 @@ async def load_list(server: Services, viewer: Viewer, view: RunsView) -> dict[st
     search = RunSearch(words_of("q", view.q), STATES, states, view.archived, group)
     order = Order(view.sort.lstrip("-"), view.sort.startswith("-")) if view.sort else None
     records, total = await server.catalog.runs(asked, time.time(), search, order)
+    if view.page > last_page(total):  # the runs of this page were deleted
+        return await load_list(server, viewer, view.model_copy(update={"page": last_page(total)}))
     run_ids = [record.run.model_id for record in records]
     reported = await server.run_table.names_of_runs(owner, run_ids)
     columns = columns_of(view, reported)

@@ -89,5 +89,6 @@ slider.addEventListener("input", () => choose(Number(slider.value)));
 latest.addEventListener("click", () => choose(null));
 panel.addEventListener("click", (event) => {
   const button = event.target.closest("button[data-step]");
-  if (button) choose(Number(button.dataset.step));
+  const step = Number(button?.dataset.step);
+  if (button) choose(step > end ? null : step);  // samples of the weights after the last step are with the latest
 });

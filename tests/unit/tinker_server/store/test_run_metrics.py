@@ -1,5 +1,7 @@
 """Runs are sorted, filtered and grouped by the latest value of any metric, and their trends are drawn."""
 
+import sys
+
 import pytest
 from sqlalchemy import insert
 
@@ -131,6 +133,24 @@ async def test_groups_have_means_and_their_runs_are_found(db: Database) -> None:
     assert first.means["reward"].deviation == 1.0 and "loss" not in first.means
     assert (second.count, second.means["reward"].mean, second.means["reward"].deviation) == (1, 5.0, 0.0)
     assert await ids(db, group=first.group) == ["c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "deviation"),
+    [
+        ([1e9 - 1, 1e9 + 1], 1e9, 1.0),
+        ([1e200, 3e200], 2e200, 1e200),
+        ([sys.float_info.max, sys.float_info.max], sys.float_info.max, 0.0),
+        ([-sys.float_info.max, sys.float_info.max], 0.0, sys.float_info.max),
+    ],
+)
+async def test_the_mean_of_a_group_is_exact_for_close_and_for_huge_values(
+    db: Database, values: list[float], mean: float, deviation: float
+) -> None:
+    await add_runs(db, "a", "b", "c")
+    await report(db, "reward", b=values[:1], c=values[1:])
+    group, _ = await RunTable(db).groups("alice", RunSearch([], {}, {}), "lr", ["reward"])
+    assert (group.means["reward"].mean, group.means["reward"].deviation) == (mean, deviation)
 
 
 async def test_archived_runs_are_listed_apart_and_deleted_runs_leave_nothing(db: Database) -> None:

@@ -1,5 +1,7 @@
 """Recorded steps are written with their results, drawn in groups, and deleted when they are old."""
 
+from dataclasses import replace
+
 import pytest
 
 from tinker_server.store.database import Database
@@ -69,6 +71,18 @@ async def test_a_long_run_is_drawn_in_groups_and_a_part_of_it_in_full(db: Databa
     assert [point.learning_rate for point in groups] == pytest.approx([0.15, 0.35, 0.55, 0.75, 0.95])
     part = await store.points("m", 4, 6, 5)
     assert [(point.step, point.loss) for point in part] == [(4, 12), (5, 10), (6, 8)]
+
+
+async def test_a_point_has_the_loss_of_the_positions_whose_loss_is_known(db: Database) -> None:
+    await record(db, [batch(1, 0, loss=20.0), replace(batch(2, 0, loss=0.0), loss=None), batch(3, 1, loss=40.0)])
+    assert [point.loss for point in await StepStore(db).points("m", 0, 1, 2)] == [2.0, 4.0]
+    assert [point.loss for point in await StepStore(db).points("m", 0, 1, 1)] == [3.0]
+
+
+async def test_the_rate_of_a_point_leaves_out_the_time_of_optim_steps(db: Database) -> None:
+    await record(db, [batch(1, 0, loss=5.0), replace(applied(2, 0, rate=0.1), run_s=8.0)])
+    (point,) = await StepStore(db).points("m", 0, 0, 1)
+    assert (point.tokens_per_s, point.run_s) == (5.0, 10.0)
 
 
 async def test_all_rows_of_a_run_come_in_order_page_by_page(db: Database) -> None:
