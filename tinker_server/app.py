@@ -217,7 +217,8 @@ def build_services(
     )
     snapshots = Snapshots(limits)
     records = Records()
-    usage, audit, steps, measured = UsageStore(db, bases.ranks), AuditStore(db, records), StepStore(db), Metrics()
+    audit = AuditStore(db, records, on_change=futures.changes.note)
+    usage, steps, measured = UsageStore(db, bases.ranks), StepStore(db), Metrics()
     client_metrics, uploads = ClientMetricStore(db), UploadFolder(settings.data_dir)
     sample_files = SampleFiles(settings.data_dir / "samples", settings.samples_disk_bytes)
     counts = [table.held_bytes for table in (futures.rows, uploads, client_metrics, sample_files)]

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -20,6 +21,10 @@ from tests.dashboard import Owner
 
 TWO_ROWS_PX = 70
 PHOTO_IN_BASE64 = base64.b64encode(PHOTO).decode()
+HIDE = """isHidden => {
+    Object.defineProperty(document, "hidden", {configurable: true, get: () => isHidden});
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
 
 
 def test_a_wrong_key_is_refused_and_a_right_one_shows_the_owners_runs(
@@ -56,6 +61,40 @@ def test_a_runs_curves_move_while_it_trains(seen: Watched, owners: tuple[Owner, 
     expect(page.locator("#summary")).to_contain_text("12")
     training.join(20)
     expect(page.locator("#operations")).to_contain_text("optim_step")
+
+
+@pytest.mark.parametrize("path", ["/", "/machine"])
+def test_many_tabs_are_open_at_once(seen: Watched, context: BrowserContext, path: str) -> None:
+    """Browsers open six connections to a server, and tabs that are not shown leave them to the others."""
+    page = seen.open(path)
+    for _ in range(7):
+        page.wait_for_function("() => window.htmx !== undefined")
+        if path == "/":
+            page.evaluate(HIDE, True)
+        page = context.new_page()
+        page.goto(f"{seen.url}{path}")
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+
+
+def test_a_hidden_page_is_not_connected_and_follows_once_it_is_shown(
+    seen: Watched, owners: tuple[Owner, Owner]
+) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    page = seen.open(f"/runs/{run_id}")
+    changes = alice.server.app.state.services.futures.changes
+    expect(page.locator("#no-curves")).to_be_visible()
+    page.evaluate(HIDE, True)
+    waited_until = time.monotonic() + 20
+    while changes.num_watching("alice"):
+        assert time.monotonic() < waited_until
+        time.sleep(0.05)
+    alice.train(run_id, range(2))
+    page.evaluate(HIDE, False)
+    expect(page.locator("figure[data-curve=loss]")).to_have_attribute("data-points", "2")
+    expect(page.locator("#operations")).to_contain_text("optim_step")
+    alice.train(run_id, range(2, 4))
+    expect(page.locator("figure[data-curve=loss]")).to_have_attribute("data-points", "4")
 
 
 def test_curves_are_zoomed_smoothed_and_compared(seen: Watched, run_id: str) -> None:

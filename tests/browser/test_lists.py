@@ -82,6 +82,7 @@ def test_the_checkpoints_of_all_runs_are_filtered_copied_and_opened_in_the_playg
     path = f"tinker://{other}/sampler_weights/{name}"
     page = seen.open("/")
     page.get_by_role("navigation", name="Pages", exact=True).get_by_role("link", name="Checkpoints").click()
+    page.wait_for_load_state()  # its scripts submit the filters
     row = page.get_by_role("row", name=name)
     expect(row).to_be_visible()
     expect(page.get_by_role("row", name="step-40")).to_be_visible()

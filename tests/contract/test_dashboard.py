@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -32,7 +32,7 @@ from tinker_server.auth.key import hash_of
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.backends import tasks
 from tinker_server.backends.protocol import EngineBatch, EngineUse
-from tinker_server.dashboard.pages import ROUTERS
+from tinker_server.dashboard.pages import ROUTERS, live
 from tinker_server.dashboard.pages.runs import PER_PAGE
 from tinker_server.dashboard.rendering import short, size
 from tinker_server.dashboard.thumbnails import SIDE_PIXELS
@@ -236,7 +236,7 @@ def test_curves_have_a_point_for_each_step(alice: Owner, run_id: str) -> None:
     assert found["learning_rate"] == [0.25, 0.25, 0.25]
     assert found["sampler_gap"] == [None, None, None]
     assert alice.get(f"/runs/{run_id}/curves.json?first=1&last=1").json()["step"] == [1]
-    assert alice.get(f"/runs/{run_id}/curves.json?first=9&last=99").json()["step"] == [2]
+    assert alice.get(f"/runs/{run_id}/curves.json?first=9&last=99").json()["step"] == []
 
 
 def test_csv_and_json_hold_every_recorded_operation(alice: Owner, run_id: str) -> None:
@@ -263,7 +263,9 @@ def test_a_checkpoint_is_published_taken_back_expired_downloaded_and_deleted(ali
     assert '<span class="badge">public</span>' not in alice.change("DELETE", f"{one}/publish").text
     assert "in 1 h" in alice.change("POST", f"{one}/expiry", seconds=3600).text.replace("60 min", "1 h")
     assert "never</td>" in alice.change("POST", f"{one}/expiry", seconds=0).text
-    assert alice.change("POST", f"{one}/expiry", seconds=5).status_code == 400
+    for seconds in (5, -5, 10**30):
+        refused = alice.change("POST", f"{one}/expiry", seconds=seconds)
+        assert refused.status_code == 400 and f"ttl_seconds {seconds} is not between" in refused.text
     link = alice.get(f"{one}/download")
     assert link.status_code == 302 and "/api/v1/archives/" in link.headers["location"]
     assert httpx.get(link.headers["location"]).content[:2] == b"\x1f\x8b"
@@ -327,6 +329,7 @@ def test_checkpoints_are_paged(alice: Owner) -> None:
     first, second = (listed(alice, f"?run={run_id}&page={number}") for number in (1, 2))
     assert [path.rpartition("/")[2] for path in first] == [f"c{number}" for number in range(PER_PAGE + 1, 1, -1)]
     assert [path.rpartition("/")[2] for path in second] == ["c1"]
+    assert listed(alice, f"?run={run_id}&page=9") == second, "a page that is no longer there is the last"
     text = alice.get(f"/checkpoints?run={run_id}").text
     assert f"{PER_PAGE + 1} checkpoints" in text and "Older" in text and "Newer" not in text
 
@@ -495,6 +498,68 @@ def test_open_pages_are_notified_of_changes_of_their_owner_alone(alice: Owner, b
         assert next(line for line in lines if line) == "event: changed"
         alice.server.loop.call_soon_threadsafe(changes.note, "bob")
         assert next(line for line in elsewhere if line) == "event: changed"  # the first that came there
+
+
+def test_a_page_that_connects_late_or_again_is_told_what_it_has_missed(
+    alice: Owner, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "QUIET_S", 0.1)
+
+    def told(since: str, **headers: str) -> tuple[str, str]:
+        """The first event and its id, or the comment that there is none."""
+        with alice.pages.stream("GET", f"/live?since={since}", headers=headers) as stream:
+            lines = (line for line in stream.iter_lines() if line and not line.startswith("retry"))
+            event = next(lines)
+            return event, next(lines).removeprefix("id: ")
+
+    asked = re.search(r'data-since="([0-9.]+)"', alice.get("/").text)
+    assert asked is not None
+    assert told(asked[1])[0] == ": quiet"
+    alice.change("POST", f"/runs/{run_id}/labels", name="renamed before it connects")
+    event, event_id = told(asked[1])
+    assert event == "event: changed" and float(event_id) > float(asked[1])
+    assert told(asked[1], **{"last-event-id": event_id})[0] == ": quiet"
+    assert told(event_id, **{"last-event-id": asked[1]})[0] == "event: changed"
+
+
+def test_open_pages_are_notified_of_what_becomes_of_weights_and_runs(alice: Owner) -> None:
+    services, loop = alice.server.app.state.services, alice.server.loop
+    run_id = alice.new_run()
+    alice.save(run_id, 1, "told")
+    url = f"/training_runs/{run_id}/checkpoints/weights/told"
+
+    def call(method: str, path: str, **body: int) -> None:
+        alice.server.http.request(method, path, json=body, headers={"x-api-key": alice.key}).raise_for_status()
+
+    def wait(change: Coroutine[None, None, None]) -> None:
+        asyncio.run_coroutine_threadsafe(change, loop).result(20)
+
+    changes = {
+        "published": lambda: call("POST", f"{url}/publish"),
+        "expiring": lambda: call("PUT", f"{url}/ttl", ttl_seconds=3600),
+        "deleted": lambda: call("DELETE", url),
+        "on disk": lambda: wait(services.scheduler.suspend(run_id)),
+        "ended": lambda: wait(services.scheduler.drop(run_id)),
+    }
+    with services.futures.changes.watching("alice") as watch:
+        for name, change in changes.items():
+            change()
+            assert asyncio.run_coroutine_threadsafe(watch.next(0.1), loop).result(20), name
+
+
+def test_thumbnails_are_kept_by_browsers_and_other_pages_are_not(alice: Owner) -> None:
+    sample = f"/samples/{sample_id(alice)}"
+    assert alice.get(f"{sample}/thumbnails/0").headers["cache-control"] == "private, max-age=3600"
+    for path in (sample, f"{sample}/images/0", "/", "/samples/none/thumbnails/0"):
+        assert alice.get(path).headers.get_list("cache-control") == ["no-store"], path
+
+
+def test_scripts_and_styles_are_checked_at_each_use_so_that_they_fit_the_pages(alice: Owner) -> None:
+    for file in ("dashboard.js", "dashboard.css", "vendor/htmx.min.js"):
+        answer = alice.get(f"/static/{file}")
+        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-cache")
+        known = alice.pages.get(f"/static/{file}", headers={"if-none-match": answer.headers["etag"]})
+        assert (known.status_code, known.headers["cache-control"], known.content) == (304, "no-cache", b"")
 
 
 def test_pages_stand_below_the_path_that_a_proxy_takes_off(alice: Owner) -> None:

@@ -54,7 +54,8 @@ class PageRoute(APIRoute):
                 log.exception("the page %s failed", request.url.path)
                 text = "This page failed; the server's log has the details."
                 answer = page(request, "error.html", {"text": text, "status": 500}, 500)
-            answer.headers.update(HEADERS)
+            for name, value in HEADERS.items():
+                answer.headers.setdefault(name, value)  # thumbnails may be kept for a while
             return answer
 
         return handled

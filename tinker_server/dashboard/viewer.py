@@ -1,5 +1,6 @@
 """The dependency of every page but the sign-in: identifies the viewer, and checks the CSRF token of changes."""
 
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,6 +23,8 @@ class Viewer:
     """False if no keys are configured, so that nobody signs in."""
     is_admin: bool
     """True if the viewer may see and stop the work of all owners."""
+    asked_at: float
+    """Seconds since 1970 at which the page was asked for: what it shows is at least as new."""
 
 
 async def viewer(request: Request, server: Server) -> Viewer:
@@ -33,7 +36,7 @@ async def viewer(request: Request, server: Server) -> Viewer:
     if request.method in CHANGES and not server.sign_ins.is_token(request.headers.get(TOKEN_HEADER, ""), cookie):
         raise LinkRefused("this page is out of date: load it again")
     token, has_signed_in = server.sign_ins.token(cookie), not server.keys.is_open
-    request.state.viewer = found = Viewer(key.name, token, has_signed_in, key.is_admin)
+    request.state.viewer = found = Viewer(key.name, token, has_signed_in, key.is_admin, time.time())
     return found
 
 

@@ -201,12 +201,14 @@ class Model:
 
         Raises BackendFailed, DatabaseUnavailable.
         """
-        if (self.run or await self._find()).status != "active":
+        run = self.run or await self._find()
+        if run.status != "active":
             return
         if self.is_in_memory and not await self._take_and_record() and self.log.must_end:
             raise BackendFailed(f"{self.id} stays in memory: its snapshot failed, and its log alone may not restore it")
         await self._stores.runs.mark_suspended(self.id)
         await self.unload()
+        self._stores.futures.changes.note(run.owner)
 
     async def drop(self) -> None:
         """Forget the model, in memory and on disk. Its checkpoints stay."""
@@ -216,6 +218,7 @@ class Model:
         await self.unload()
         await self._stores.runs.mark_lost(self.id)
         await self._find()
+        self._stores.futures.changes.note(run.owner)
         if run.snapshot is not None:
             await self._stores.storage.delete(run.snapshot)
 

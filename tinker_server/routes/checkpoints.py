@@ -204,6 +204,7 @@ async def delete(
     directory = await server.checkpoints.delete(path, caller, x_idempotency_key)
     if directory is not None:
         await server.storage.delete(directory)
+    server.futures.changes.note(caller)
     return Response(status_code=204)
 
 

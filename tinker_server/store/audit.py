@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Text, cast, false, or_, select, tuple_
@@ -39,15 +39,15 @@ class OwnedEntry(NamedTuple):
 class AuditStore:
     """Reads and writes the audit table."""
 
-    def __init__(self, db: Database, records: Records) -> None:
-        self._db, self._records = db, records
+    def __init__(self, db: Database, records: Records, on_change: Callable[[str], None] = lambda owner: None) -> None:
+        self._db, self._records, self._on_change = db, records, on_change
 
     def admit(self, owner: str) -> None:
         """Count an action that an owner asks for, and that will be noted. Raises Busy for too many in an hour."""
         self._records.add(owner)
 
     async def note(self, event: str, owner: str, **details: object) -> None:
-        """Record an owner's action."""
+        """Record an owner's action, and notify of it."""
         entry_id, at = uuid.uuid4().hex, time.time()
 
         async def add(session: AsyncSession) -> None:
@@ -55,6 +55,7 @@ class AuditStore:
             await session.merge(row)  # it may be there already, if the answer to an earlier commit was lost
 
         await self._db.change(add)
+        self._on_change(owner)
 
     async def newest_of_day(self, owner: str | None, start: float, limit: int) -> list[OwnedEntry]:
         """Return the newest entries of 24 hours, of an owner or of all."""

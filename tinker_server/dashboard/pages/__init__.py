@@ -1,7 +1,10 @@
 """Pages of the dashboard, one file each, with the parts of a page that are refreshed while it is open."""
 
-from fastapi import FastAPI
+import os
+
+from fastapi import FastAPI, Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from tinker_server.dashboard.pages import (
     checkpoints,
@@ -32,8 +35,20 @@ ROUTERS = (
 )
 
 
+class _Static(StaticFiles):
+    """Files that browsers check at each use, so that scripts and pages are of the same version of the server."""
+
+    def file_response(
+        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
+    ) -> Response:
+        """Return the file, or 304 if the browser has it."""
+        answer = super().file_response(full_path, stat_result, scope, status_code)
+        answer.headers["Cache-Control"] = "no-cache"
+        return answer
+
+
 def install(app: FastAPI) -> None:
     """Add all pages and their static files to an app."""
     for one in ROUTERS:
         app.include_router(one.router)
-    app.mount("/static", StaticFiles(directory=FOLDER / "static"))
+    app.mount("/static", _Static(directory=FOLDER / "static"))

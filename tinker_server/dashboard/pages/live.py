@@ -1,9 +1,12 @@
 """Server-sent events that say that the viewer's data have changed. Pages then fetch the parts that they need."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 from fastapi.responses import StreamingResponse
 
 from tinker_server.dashboard.page_route import PageRoute
@@ -22,17 +25,27 @@ MAX_OPEN = 64
 
 
 @router.get("/live")
-async def live(viewer: Viewing, futures: Futures) -> Response:
-    """Stream events for as long as a page is open."""
+async def live(
+    viewer: Viewing,
+    futures: Futures,
+    since: float = math.inf,
+    last_event_id: Annotated[float | None, Header()] = None,
+) -> Response:
+    """Stream events for as long as a page is open and shown.
+
+    The first comes at once if anything has changed since the page was asked for, in `since`, or since the last event,
+    whose id browsers send when they connect again. Both are in seconds since 1970.
+    """
     if futures.changes.num_watching(viewer.owner) >= MAX_OPEN:
         raise Busy(f"{MAX_OPEN} pages of this owner are open, as many as are allowed; close one")
-    return StreamingResponse(_events(futures.changes, viewer.owner), media_type="text/event-stream")
+    events = _events(futures.changes, viewer.owner, since if last_event_id is None else last_event_id)
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
-async def _events(changes: Changes, owner: str) -> AsyncIterator[str]:
-    with changes.watching(owner) as watch:
+async def _events(changes: Changes, owner: str, since: float) -> AsyncIterator[str]:
+    with changes.watching(owner, since) as watch:
         yield "retry: 3000\n\n"
         while not changes.is_released:
             changed = await watch.next(QUIET_S)
-            yield "event: changed\ndata: .\n\n" if changed else ": quiet\n\n"
+            yield f"event: changed\nid: {time.time()}\ndata: .\n\n" if changed else ": quiet\n\n"
             await asyncio.sleep(PAUSE_S)

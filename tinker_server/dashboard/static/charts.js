@@ -30,7 +30,7 @@ const settings = document.getElementById("settings");
 const others = document.getElementById("others");
 const charts = new Map();
 const from = document.getElementById("range-first"), to = document.getElementById("range-last");
-let runs = [], range = readRange(), timer = null, isFetching = false, isRequested = false;
+let runs = [], missing = "", range = readRange(), timer = null, isFetching = false, isRequested = false;
 
 // The steps that the address asks for.
 function readRange() {
@@ -114,8 +114,12 @@ function tables(curve) {
   return [xs, ...columns.map((column) => shown(column, curve))];
 }
 
-function text(raw) {
-  return raw === null || raw === undefined ? "–" : Number(raw.toPrecision(4)).toString();
+// Four digits, and more where a number is large, or where the distance of two ticks needs them.
+function text(raw, distance = 1) {
+  if (raw === null || raw === undefined) return "–";
+  const exponent = (value) => Math.floor(Math.log10(Math.abs(value)));
+  const digits = Math.max(4, exponent(raw) - exponent(distance) + 2);
+  return Number(raw.toPrecision(Math.min(digits, 15))).toString();
 }
 
 function options(curve, place) {
@@ -128,7 +132,7 @@ function options(curve, place) {
   }
   if (!curve.exact && !isBand()) series.push({ ...line("--curve-raw", 1), label: "raw" });
   if (!isBand()) runs.forEach((run, index) => series.push({ ...line(`--curve-${index}`, 2), label: runs.length > 1 ? run.name : curve.exact ? "value" : "smooth" }));
-  const ticks = (_, splits) => splits.map((tick) => (tick === null ? "" : Number(tick.toPrecision(4)).toString()));
+  const ticks = (plot, splits, index, space, distance) => splits.map((tick) => (tick === null ? "" : text(tick, distance)));
   return {
     width: Math.max(240, place.clientWidth), height: HEIGHT, series,
     axes: [{ ...ink, size: axis.value === "step" ? 32 : 44, ...(axis.value === "at" && { values: AXIS }) }, { ...ink, size: 62, values: ticks }],
@@ -210,14 +214,21 @@ const ZOOMS = {
   all: () => null,
 };
 
+function removeChart(name) {
+  const { figure, plot } = charts.get(name);
+  plot.destroy();
+  figure.remove();
+  charts.delete(name);
+}
+
 function drawIn(parent, curves) {
+  const wanted = new Set(curves.map((curve) => curve.name));
+  for (const [name, { figure }] of charts) if (figure.parentElement === parent && !wanted.has(name)) removeChart(name);
   for (const curve of curves) {
     const has = values(runs[0], curve).value.some((value) => value !== null);
     const drawn = charts.get(curve.name);
     if (drawn && (!has || drawn.isLog !== isLog(curve) || drawn.figure.parentElement !== parent)) {
-      drawn.plot.destroy();
-      drawn.figure.remove();
-      charts.delete(curve.name);
+      removeChart(curve.name);
     } else if (drawn) {
       drawn.plot.setData(tables(curve));
       describe(drawn.figure, curve);
@@ -253,7 +264,6 @@ function draw() {
   if (more.open) drawIn(more.querySelector(".charts"), rest.slice(0, MOST_AT_ONCE).map(curve));
   drawIn(box, CURVES);
   list();
-  follow(runs[0].last_step, charts.size === 0);
   const [firstStep, lastStep] = range ?? [0, runs[0].last_step];
   if (![from, to].includes(document.activeElement)) [from.value, to.value] = [firstStep, lastStep];
 }
@@ -273,16 +283,15 @@ function list() {
 
 function describe(figure, curve) {
   const { step, value } = values(runs[0], curve);
-  const known = value.filter((one) => one !== null);
-  const label = `${curve.title}: ${known.length} points, the last ${text(known.at(-1))} at step ${step.at(-1)}`;
+  const known = step.map((_, index) => index).filter((index) => value[index] !== null), last = known.at(-1);
+  const label = `${curve.title}: ${known.length} points, the last ${text(value[last])} at step ${step[last]}`;
   figure.querySelector("[role=img]").setAttribute("aria-label", label);
   figure.dataset.points = known.length;
-  figure.dataset.last = known.at(-1);
+  figure.dataset.last = value[last];
 }
 
 function redraw() {
-  for (const { figure, plot } of charts.values()) { plot.destroy(); figure.remove(); }
-  charts.clear();
+  for (const name of charts.keys()) removeChart(name);
   draw();
 }
 
@@ -298,8 +307,13 @@ async function refresh() {
     const before = runs.map((run) => run.run).join();
     const [first] = await Promise.all([fetchRun(wanted[0], open), fetchMarks(`${box.dataset.url}${encodeURIComponent(box.dataset.run)}/marks.json`)]);
     const over = [...first.reported.important, ...open].slice(0, MOST_AT_ONCE);
-    runs = [first, ...await Promise.all(wanted.slice(1).map((one) => fetchRun(one, over)))];
+    const compared = await Promise.allSettled(wanted.slice(1).map((run) => fetchRun(run, over)));
+    runs = [first, ...compared.filter((run) => run.status === "fulfilled").map((run) => run.value)];
     if (before === runs.map((run) => run.run).join()) draw(); else redraw();
+    follow(runs[0].last_step, charts.size === 0);
+    const lost = wanted.slice(1).filter((_, index) => compared[index].status === "rejected").map((run) => run.name).join(", ");
+    if (lost && lost !== missing) showProblem(`These runs could not be fetched, and are not drawn: ${lost}.`);
+    missing = lost;
   } catch (error) {
     console.warn("curves:", error.message);
   } finally {

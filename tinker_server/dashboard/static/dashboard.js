@@ -101,6 +101,28 @@ document.addEventListener("htmx:beforeSwap", (event) => {
   if (isInUse(event.detail.requestConfig, event.detail.target)) event.detail.shouldSwap = false;
 });
 
+// Browsers open six connections to a server for all of their tabs. So a page without parts that follow the viewer's data has
+// no stream of changes, and a page that is hidden gives it back until it is shown again.
+const FOLLOWING = "[hx-trigger*='sse:changed']", AGAIN_MS = 5000;
+let stream = null, since = document.body.dataset.since;
+
+function followChanges() {
+  stream?.close();
+  stream = null;
+  if (document.hidden || !document.querySelector(FOLLOWING)) return;
+  stream = new EventSource(`${document.body.dataset.base}/live?since=${since}`);
+  stream.addEventListener("changed", (event) => {
+    since = event.lastEventId;
+    for (const part of document.querySelectorAll(FOLLOWING)) htmx.trigger(part, "sse:changed");
+  });
+  // After an answer that is not a stream, browsers do not connect again by themselves.
+  stream.addEventListener("error", ({ target }) => {
+    if (target.readyState === EventSource.CLOSED) window.setTimeout(() => target === stream && followChanges(), AGAIN_MS);
+  });
+}
+document.addEventListener("visibilitychange", followChanges);
+followChanges();
+
 function showProblem(text) {
   const box = document.getElementById("problem");
   box.textContent = text;

@@ -7,6 +7,7 @@ microseconds, no two the same. So a log that was trimmed, evicted, or lost with 
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -144,15 +145,18 @@ class Watch:
 
 
 class Changes:
-    """The open pages by owner. They are woken when something changes; nothing is kept for pages that are not open."""
+    """The open pages by owner. They are woken when something changes; of earlier changes the last time is known."""
 
     def __init__(self) -> None:
         self._watches: dict[str, set[Watch]] = {}
+        self._changed_at: dict[str, float] = {}
+        self._started_at = time.time()
         self.is_released = False
         """The server stops, and nobody waits any more."""
 
     def note(self, owner: str) -> None:
-        """Wake an owner's pages: something of theirs has changed. Costs nothing if nobody watches."""
+        """Wake an owner's pages: something of theirs has changed."""
+        self._changed_at[owner] = time.time()
         for watch in self._watches.get(owner, ()):
             watch.note()
 
@@ -161,9 +165,14 @@ class Changes:
         return len(self._watches.get(owner, ()))
 
     @contextlib.contextmanager
-    def watching(self, owner: str) -> Iterator[Watch]:
-        """Watch an owner's changes while the block runs."""
+    def watching(self, owner: str, since: float = math.inf) -> Iterator[Watch]:
+        """Watch an owner's changes while the block runs, and those from `since` on, in seconds since 1970.
+
+        What an earlier server changed is not known, so it counts as a change.
+        """
         watch = Watch()
+        if self._changed_at.get(owner, self._started_at) >= since:
+            watch.note()
         self._watches.setdefault(owner, set()).add(watch)
         try:
             yield watch
