@@ -174,8 +174,8 @@ NOTES = """
   Gemma 2, gpt-oss, DeepSeek-V3, Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3.
   On two H100s in bfloat16, a tiny Qwen3-VL was as near float32 as on one.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
-  Nemotron and gpt-oss. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
-  of any other base. In memory, the base has twice the size of its files; the plan says so. With `--base-precision
+  Nemotron and gpt-oss. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the
+  precision of any other base. In memory, the base has twice the size of its files; the plan says so. With `--base-precision
   fp8` the decoder's linears and experts stay in fp8 in both, and are dequantised for each product; of files that are
   not quantised, [both make the same fp8 at load](operating.md#one-copy-of-the-base). vLLM's own fp8 is
   not used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and
