@@ -174,21 +174,20 @@ NOTES = """
   Gemma 2, gpt-oss, DeepSeek-V3, Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3.
   On two H100s in bfloat16, a tiny Qwen3-VL was as near float32 as on one.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
-  Nemotron and gpt-oss. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the
-  precision of any other base. In memory, the base has twice the size of its files; the plan says so. With `--base-precision
-  fp8` the decoder's linears and experts stay in fp8 in both, and are dequantised for each product; of files that are
-  not quantised, [both make the same fp8 at load](operating.md#one-copy-of-the-base). vLLM's own fp8 is
-  not used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and
+  Nemotron and gpt-oss. Trainer and engine dequantise each tensor as they read it, with one function, and compute in
+  the precision of any other base. In memory, the base has twice the size of its files; the plan says so. With
+  `--base-precision fp8` the decoder's linears and experts stay in fp8 in both, and are dequantised for each product;
+  of files that are not quantised, [both make the same fp8 at load](operating.md#one-copy-of-the-base). vLLM's own fp8
+  is not used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and
   experts in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL,
   its MoE, Qwen3.5, its MoE, Qwen3-Next and DeepSeek-V3, dequantised once and kept in fp8, the mixtures also with
   engines of two and four ranks and trainers of two. Other tests there quantise these at load, bit by bit as a
-  published file; no GPU has done so yet. On a GPU, tests used files on an H100,
-  of Qwen3-VL and its MoE, with one copy of the base and with two; on an H200, of Qwen3-VL, its MoE and Qwen3.5's MoE
-  that stay in fp8, in one copy. Their experts are multiplied by a kernel that dequantises tile by tile, and that no
-  GPU before compute capability 8.9 has. No published file has been loaded yet. An adapter is trained on the
-  dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one scale
-  for a tensor, static activations, other blocks or scales, compressed-tensors and all other quantisation are refused
-  by name.
+  published file; no GPU has done so yet. On a GPU, tests used files on an H100, of Qwen3-VL and its MoE, with one
+  copy of the base and with two; on an H200, of Qwen3-VL, its MoE and Qwen3.5's MoE that stay in fp8, in one copy.
+  Their experts are multiplied by a kernel that dequantises tile by tile, and that no GPU before compute capability
+  8.9 has. No published file has been loaded yet. An adapter is trained on the dequantised numbers; nobody has
+  measured how its scores differ in an engine that computes in fp8. fp8 with one scale for a tensor, static
+  activations, other blocks or scales, compressed-tensors and all other quantisation are refused by name.
 - **Attention.** Windows are served. Windows in some layers alone are served of Gemma 2, Gemma 3, gpt-oss and EXAONE 4,
   and refused of all others: vLLM gives all layers one window or none, or fails. On CUDA, the start compares
   FlashAttention's windows with their definition. Attention in chunks and decoders that look ahead are refused in
