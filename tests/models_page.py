@@ -182,12 +182,13 @@ NOTES = """
   experts in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL,
   its MoE, Qwen3.5, its MoE, Qwen3-Next and DeepSeek-V3, dequantised once and kept in fp8, the mixtures also with
   engines of two and four ranks and trainers of two. Other tests there quantise these at load, bit by bit as a
-  published file; no GPU has done so yet. On a GPU, tests used files on an H100, of Qwen3-VL and its MoE, with one
-  copy of the base and with two; on an H200, of Qwen3-VL, its MoE and Qwen3.5's MoE that stay in fp8, in one copy.
-  Their experts are multiplied by a kernel that dequantises tile by tile, and that no GPU before compute capability
-  8.9 has. No published file has been loaded yet. An adapter is trained on the dequantised numbers; nobody has
-  measured how its scores differ in an engine that computes in fp8. fp8 with one scale for a tensor, static
-  activations, other blocks or scales, compressed-tensors and all other quantisation are refused by name.
+  published file, and so did a server of Qwen3.5-35B-A3B's shape on an H200. On a GPU, tests used files on an H100, of
+  Qwen3-VL and its MoE, with one copy of the base and with two; on an H200, of Qwen3-VL, its MoE and Qwen3.5's MoE
+  that stay in fp8, in one copy. Their experts are multiplied by a kernel that dequantises tile by tile, and that no
+  GPU before compute capability 8.9 has. No published file has been loaded yet. An adapter is trained on the
+  dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one scale
+  for a tensor, static activations, other blocks or scales, compressed-tensors and all other quantisation are refused
+  by name.
 - **Attention.** Windows are served. Windows in some layers alone are served of Gemma 2, Gemma 3, gpt-oss and EXAONE 4,
   and refused of all others: vLLM gives all layers one window or none, or fails. On CUDA, the start compares
   FlashAttention's windows with their definition. Attention in chunks and decoders that look ahead are refused in
