@@ -130,6 +130,7 @@ SHAPES = {
     "235b-a22b": Shape(COOKBOOK["Qwen/Qwen3-VL-235B-A22B-Instruct"]),
     "qwen3.5-4b": Shape(COOKBOOK["Qwen/Qwen3.5-4B"]),
     "qwen3.5-9b": Shape(COOKBOOK["Qwen/Qwen3.5-9B"]),
+    "qwen3.5-27b": Shape(COOKBOOK["Qwen/Qwen3.5-27B"]),
     "qwen3.5-35b-a3b": Shape(COOKBOOK["Qwen/Qwen3.5-35B-A3B"]),
     "qwen3.5-397b-a17b": Shape(COOKBOOK["Qwen/Qwen3.5-397B-A17B"]),
     "mistral-7b": Shape(OTHERS["mistralai/Mistral-7B-v0.1"]),
