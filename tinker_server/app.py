@@ -14,6 +14,7 @@ from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
 from tinker_server.auth.tokens import Tokens
 from tinker_server.backends.configure.torchvision_check import require_torchvision
+from tinker_server.backends.processes.preloaded import begin_noted
 from tinker_server.backends.protocol import Backend, Loading, OnLoading, OwnLayout, ignore_loading
 from tinker_server.chat.answering import Chats
 from tinker_server.dashboard import pages
@@ -197,9 +198,11 @@ def report(on_loading: OnLoading, doing: str) -> Iterator[None]:
 
 def _make_backend(settings: Settings, on_loading: OnLoading, own: OwnLayout) -> Backend:
     require_torchvision()
+    config = settings.resolve_backend()
+    begin_noted(config.scratch_dir)
     from tinker_server.backends.configure.create import LocalBackend  # takes seconds, for it imports torch
 
-    return LocalBackend(settings.resolve_backend(), on_loading, own)
+    return LocalBackend(config, on_loading, own)
 
 
 def build_services(

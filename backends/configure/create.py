@@ -22,6 +22,7 @@ from tinker_server.backends.inputs.detokenize import TokenTexts
 from tinker_server.backends.inputs.rendering import Renderer
 from tinker_server.backends.model_spec import ModelSpec
 from tinker_server.backends.processes.launcher import launch_sampler, launch_trainer, local_address
+from tinker_server.backends.processes.preloaded import note
 from tinker_server.backends.protocol import (
     NO_RUNS,
     EngineUse,
@@ -120,6 +121,7 @@ class LocalBackend:
         )
         try:
             await start_models(self._distinct_models(), self._on_loading)
+            await asyncio.to_thread(note, self._config.scratch_dir)
             if self._config.cluster:  # machines that join find engines to join
                 self._cluster = self._make_cluster()
                 await self._cluster.start(self._on_loading)

@@ -1,12 +1,14 @@
 """Start processes as forks of processes that have imported what they need (`forking.py`), which takes 10 to 26 s.
 
 There is such a process for each module and each set of variables that libraries may read while they are imported, from
-its first use to the end of this process. If it dies, the next start makes it again; its forks live on.
+its first use to the end of this process. If it dies, the next start makes it again; its forks live on. A server notes
+which it needs, and begins them at once at its next start, beside its own imports.
 """
 
 import asyncio
 import atexit
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -14,7 +16,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import Context
+from pathlib import Path
 
+from tinker_server.backends.files import write_private
 from tinker_server.backends.processes import guarded
 from tinker_server.backends.processes.forking import Request
 from tinker_server.backends.processes.guarded import Guarded, make_guard_pipe
@@ -28,6 +32,7 @@ LATE: tuple[str, ...] = (
 )
 """Variables that no library reads while it is imported: each process has its own. All others, CUDA_VISIBLE_DEVICES
 among them, are those of the process that imports."""
+_NOTED = "imports.json"
 _NUMBER_BYTES = 16
 _IMPORT_S = 600
 """Longest time that imports may take: more than a minute on a busy machine."""
@@ -65,6 +70,25 @@ _Key = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 _importers: dict[_Key, _Importer] = {}
 
 
+def begin_noted(directory: Path) -> None:
+    """Begin the imports that `note` has written in the server's scratch directory."""
+    with contextlib.suppress(OSError, ValueError):
+        for modules, own in json.loads((directory / _NOTED).read_bytes()):
+            env = _without_late(os.environ) | own
+            key = tuple(modules), frozenset(env.items())
+            if key not in _importers and can_fork():
+                _importers[key] = _Importer(modules, env)
+
+
+def note(directory: Path) -> None:
+    """Write which imports are in use, and end those that nobody has used."""
+    for key in [key for key, importer in _importers.items() if not importer.has_answered]:
+        _importers.pop(key).end()
+    found = [(modules, dict(env - os.environ.items())) for modules, env in _importers]
+    with contextlib.suppress(OSError):  # the next start takes some seconds longer
+        write_private(directory / _NOTED, json.dumps(found).encode(), durable=False)
+
+
 @atexit.register
 def _end_all() -> None:
     while _importers:
@@ -87,8 +111,7 @@ async def fork(
     """Run `main` of the first of the modules, which are all imported, with exactly these variables. It finds the number
     of `connection` in its arguments, and those of `fds` in the variables that are their keys. Raises BackendFailed if
     the imports end."""
-    own = {variable: value for variable, value in env.items() if variable in LATE}
-    imported = {variable: value for variable, value in env.items() if variable not in LATE}
+    own, imported = {variable: env[variable] for variable in LATE if variable in env}, _without_late(env)
     key = modules, frozenset(imported.items())
     request = Request(modules[0], own, list(fds))
     guarding, guard = make_guard_pipe()
@@ -134,6 +157,10 @@ def _ask(
     importer = _importers[key] = _Importer(key[0], env)
     importer.ask(request, fds)
     return importer
+
+
+def _without_late(env: Mapping[str, str]) -> dict[str, str]:
+    return {variable: value for variable, value in env.items() if variable not in LATE}
 
 
 class _End:

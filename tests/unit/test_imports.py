@@ -30,6 +30,7 @@ SEEN_OF_BACKENDS = (
     "backends.processes.crash_isolation",
     "backends.processes.fair_queue",
     "backends.processes.fair_threads",
+    "backends.processes.preloaded",
 )
 
 

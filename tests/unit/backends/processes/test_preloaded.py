@@ -13,8 +13,9 @@ import pytest
 
 from tests import busy_child
 from tests.busy_child import Environment, Imported, Program, Read, Zeros
-from tinker_server.backends.processes import forking, launcher
+from tinker_server.backends.processes import forking, launcher, preloaded
 from tinker_server.backends.processes.launcher import launch
+from tinker_server.backends.processes.preloaded import begin_noted, note
 from tinker_server.backends.processes.rpc import Child
 
 BUSY = "tests.busy_child"
@@ -88,6 +89,36 @@ async def test_children_outlive_the_process_that_has_imported_and_the_next_start
         async with running({}) as second:
             assert await second.call(Imported()) != await first.call(Imported())
         assert await first.call(Zeros(1)) == bytes(1)
+
+
+def find_importers() -> set[int]:
+    """Return the numbers of this process's children that import for others."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return {child.pid for child in children if forking.__name__ in child.cmdline()}
+
+
+async def test_a_server_begins_the_imports_of_its_last_start_at_once(tmp_path: Path) -> None:
+    own = {"OMP_NUM_THREADS": "3", "RANK": "0"}
+    async with running(own):
+        note(tmp_path)
+    preloaded._end_all()  # as the server's end does
+    begin_noted(tmp_path)
+    begun = find_importers()
+    async with running(own | {"RANK": "1"}) as child:
+        parent = psutil.Process(child.process.pid).parent()
+        assert parent is not None and parent.pid in begun
+
+
+async def test_imports_that_a_start_has_not_used_end_with_it_and_are_forgotten(tmp_path: Path) -> None:
+    async with running({}):
+        note(tmp_path)
+    preloaded._end_all()
+    begin_noted(tmp_path)
+    assert find_importers()
+    note(tmp_path)
+    assert not find_importers()
+    begin_noted(tmp_path)
+    assert not find_importers()
 
 
 async def test_a_child_says_what_it_says_where_the_server_does(capfd: pytest.CaptureFixture[str]) -> None:
