@@ -357,7 +357,10 @@ def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
 def _for_device(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
     folder = spec.compiled_dir
     named = {} if folder is None else {variable: str(folder / name) for variable, name in _CACHES.items()}
-    caches = {variable: path for variable, path in named.items() if variable not in os.environ}
+    # Torch sets its variable to its default while it is imported, in the server too: nobody has chosen that.
+    torchs = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    free = {None} if torchs is None else {None, torchs.default_cache_dir()}
+    caches = {variable: path for variable, path in named.items() if os.environ.get(variable) in free}
     env = caches | _SHARING_CORES
     if spec.device == "cuda":
         env[_ASKS_NVML] = "1"

@@ -280,6 +280,21 @@ async def test_every_process_of_a_model_has_its_caches_in_the_data_directory_or_
         assert one["VLLM_CACHE_ROOT"] == "/cache/vllm" and one["TORCHINDUCTOR_CACHE_DIR"] == "/operators"
 
 
+async def test_the_cache_that_torch_takes_by_itself_is_no_choice_of_the_operator(
+    monkeypatch: pytest.MonkeyPatch, busy_children: None
+) -> None:
+    """Torch sets the variable while it is imported, in the server too."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    [engine] = await launch_sampler(replace(tiny_spec(Path()), compiled_dir=Path("/cache")))
+    try:
+        found = await engine.call(Environment())
+    finally:
+        await engine.stop(grace_s=0.1)
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == "/cache/inductor"
+
+
 async def test_a_child_that_is_ended_while_it_works_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tinker_server.backends.processes.guarded")
     child = await launch("busy", BUSY, {})
