@@ -2,6 +2,8 @@
 choice."""
 
 import functools
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from tinker_server.backends.protocol import BackendFailed
 
 Capability = tuple[int, int]
+Sizes = tuple[dict[str, int], int, int]
+"""Sizes by the names that a Triton kernel has for them, warps and stages."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,15 @@ def choices_for(capability: Capability) -> Choices:
 def choices_on(device: torch.device) -> Choices:
     """Return the choices for a GPU; on a CPU, where Triton's interpreter runs kernels, those for Hopper."""
     return choices_for((9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device))
+
+
+def keep_sizes(package: str, sizes: Mapping[str, Sizes]) -> None:
+    """Have Triton try no other sizes for kernels of a package, which are named by module and function."""
+    import triton
+
+    for name, (of_kernel, num_warps, num_stages) in sizes.items():
+        module, _, attribute = name.partition(":")
+        kernel = getattr(importlib.import_module(f"{package}.{module}"), attribute)
+        while not hasattr(kernel, "configs"):
+            kernel = kernel.fn
+        kernel.configs = [triton.Config(of_kernel, num_warps=num_warps, num_stages=num_stages)]

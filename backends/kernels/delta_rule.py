@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinker_server.backends.kernels import carried_state
 from tinker_server.backends.kernels.autograd import Context
-from tinker_server.backends.kernels.cards import choices_on
+from tinker_server.backends.kernels.cards import Sizes, choices_on, keep_sizes
 from tinker_server.backends.kernels.carried_state import Call
 from tinker_server.backends.kernels.delta_rule_tries import run, run_backward
 from tinker_server.backends.kernels.targets import DELTA_RULE
@@ -33,7 +33,7 @@ _TESTED_LENGTHS = (130, 1, 2003, 64, 67)
 """Samples by which the kernels are tested; the longest is not compared."""
 _CLOSE, _SMALL = 0.05, 1e-3
 """Bound of a difference, as a part of the norm; and what is as good as 0."""
-_TUNED: dict[str, tuple[dict[str, int], int, int]] = {
+_TUNED: dict[str, Sizes] = {
     "ops.utils.cumsum:chunk_local_cumsum_scalar_kernel": ({}, 4, 3),
     "ops.gated_delta_rule.chunk_fwd:chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 2, 3),
     "ops.gated_delta_rule.wy_fast:recompute_w_u_fwd_kernel": ({}, 4, 3),
@@ -57,14 +57,7 @@ def _kernels() -> SimpleNamespace:
     require_as_written(DELTA_RULE)
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # kernels of other packages would take over where these are there
     if choices_on(torch.device("cuda", torch.cuda.current_device())).tuned_delta_rule:
-        import triton
-
-        for name, (sizes, num_warps, num_stages) in _TUNED.items():
-            module, _, attribute = name.partition(":")
-            kernel = getattr(importlib.import_module(f"fla.{module}"), attribute)
-            while not hasattr(kernel, "configs"):
-                kernel = kernel.fn
-            kernel.configs = [triton.Config(sizes, num_warps=num_warps, num_stages=num_stages)]
+        keep_sizes("fla", _TUNED)
     targets = [patch.target.partition(":") for patch in DELTA_RULE]
     return SimpleNamespace(**{name: getattr(importlib.import_module(module), name) for module, _, name in targets})
 

@@ -27,6 +27,7 @@ from tinker_server.backends.processes.heap import give_back_memory
 from tinker_server.backends.sampler.engine.grammars import BoundedGrammar, once_each, with_owners
 from tinker_server.backends.sampler.engine.vllm_patches import prompt_scores, targets
 from tinker_server.backends.sampler.engine.vllm_patches.block_fp8 import read_fp8
+from tinker_server.backends.sampler.engine.vllm_patches.delta_rule import keep_delta_rule_sizes
 from tinker_server.backends.sampler.engine.vllm_patches.float32_residual import mark, register_norms
 from tinker_server.backends.sampler.engine.vllm_patches.gated_norms import keep_gated_norms
 from tinker_server.backends.sampler.engine.vllm_patches.heads import widen_heads
@@ -140,6 +141,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         """Load the model, or map its weights, and mark the norms that add in float32."""
         self.phases.begin("reads weights")
         keep_gated_norms()
+        if not current_platform.is_cpu():
+            keep_delta_rule_sizes()
         if self.vllm_config.load_config.load_format == "ipc_cache":
             map_weights()
             if current_platform.is_cpu():
