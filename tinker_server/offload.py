@@ -19,7 +19,9 @@ AT_ONCE = 4
 """Threads for requests, however many processors there are: they share one interpreter with the event loop."""
 FILES_AT_ONCE = 4
 """Threads that convert and encrypt weights, which takes seconds: not even their owner's requests wait for that."""
-_REQUESTS = FairThreads(AT_ONCE, "requests")
+LONG_S = 0.1
+"""Processor time of a call that may have kept the interpreter to itself, as the parsing of a million numbers does."""
+_REQUESTS = FairThreads(AT_ONCE, "requests", long_s=LONG_S)
 _FILES = FairThreads(FILES_AT_ONCE, "weights")
 
 

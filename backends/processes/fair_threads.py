@@ -3,7 +3,9 @@
 import asyncio
 import contextvars
 import functools
+import math
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,9 +30,11 @@ class FairThreads:
     owner's turn until it ends, even if nobody waits for it any more.
     """
 
-    def __init__(self, count: int, name: str, of_owner: int = 1) -> None:
-        """`of_owner`: threads that work for the same owner, fewer than there are."""
+    def __init__(self, count: int, name: str, of_owner: int = 1, long_s: float = math.inf) -> None:
+        """`of_owner`: threads that work for the same owner, fewer than there are. `long_s`: processor time of a call
+        after which its owner's next call waits for as long, so that all else gets the interpreter in between."""
         self._of_owner = of_owner
+        self._long_s = long_s
         self._threads = ThreadPoolExecutor(count, thread_name_prefix=name)
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[_Work]] = {}
@@ -62,7 +66,10 @@ class FairThreads:
             owner, work = found
             try:
                 if work.result.set_running_or_notify_cancel():
+                    began_s = time.thread_time()
                     _finish(work)
+                    if (took_s := time.thread_time() - began_s) > self._long_s:
+                        time.sleep(took_s)
             finally:
                 with self._lock:
                     self._working[owner] -= 1

@@ -22,6 +22,7 @@ from tinker_server.api_schemas import tinker_wire_pb2 as pb
 from tinker_server.api_schemas import wire
 from tinker_server.api_schemas.inputs import MAX_COLUMNS
 from tinker_server.api_schemas.training import ForwardBackwardRequest
+from tinker_server.web import submission
 
 # Threads of other tests' SDK clients draw random numbers at any time, which hypothesis takes for its strategies'.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the .random. module inside strategies")
@@ -307,3 +308,12 @@ def test_what_a_database_cannot_hold_is_refused_in_urls_too(server: Running, pat
 def test_an_odd_version_of_the_sdk_is_no_version(server: Running) -> None:
     headers = {"x-stainless-package-version": "9" * 5000 + ".1"}
     assert server.http.get("/checkpoints", headers=headers).status_code == 200
+
+
+def test_a_refused_sample_is_not_parsed_again_for_a_number(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million numbers take half a second, in which Python runs nothing else."""
+    parsed: list[bytes] = []
+    monkeypatch.setattr(submission, "_number_of", lambda body, content_type: parsed.append(body))
+    for path, num_parsed in (("/asample", 0), ("/optim_step", 1)):
+        refused = server.post(path, model_id="m", seq_id=1, more="x" * 2000)
+        assert refused.status_code == 422 and len(parsed) == num_parsed

@@ -103,7 +103,9 @@ class Body:
             try:
                 request, operation = await off_loop(caller, len(body), _decode, kind, body, content_type, caller)
             except (ValidationError, wire.MalformedBody) as error:
-                numbered = await off_loop(caller, len(body), _number_of, body, content_type)
+                numbered = None
+                if kind.name != "sample":  # samples have no order
+                    numbered = await off_loop(caller, len(body), _number_of, body, content_type)
                 if numbered is not None:
                     name = FORWARD if numbered.forward_only else kind.name
                     await models.note_refusal(numbered.model_id, numbered.seq_id, name)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -111,3 +112,24 @@ async def test_errors_and_contexts_pass_through(threads: FairThreads) -> None:
 async def test_thousands_of_calls_of_many_owners_are_each_done_once(threads: FairThreads) -> None:
     calls = [threads.run(f"owner {number % 7}", int, number) for number in range(3000)]
     assert await asyncio.gather(*calls) == list(range(3000))
+
+
+@pytest.mark.flaky(reruns=1)  # holds limits of wall time
+async def test_behind_a_long_call_its_owners_next_waits_as_long_and_another_owners_does_not() -> None:
+    threads = FairThreads(2, "test", long_s=0.1)
+
+    def work(busy_s: float) -> tuple[float, float]:
+        began_s, until_s = time.monotonic(), time.thread_time() + busy_s
+        while time.thread_time() < until_s:
+            pass
+        return began_s, time.monotonic()
+
+    async def pause_s(busy_s: float, following: str) -> float:
+        """Return the seconds between a call of `a` and the next call of `following`."""
+        first, second = await asyncio.gather(threads.run("a", work, busy_s), threads.run(following, work, 0.0))
+        return second[0] - first[1]
+
+    assert await pause_s(0.3, "a") > 0.25
+    assert await pause_s(0.3, "b") < 0
+    assert await pause_s(0.02, "a") < 0.02
+    threads.close()
