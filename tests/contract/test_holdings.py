@@ -5,8 +5,12 @@ pytest tests/contract/test_holdings.py
 
 import asyncio
 import errno
+import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +26,7 @@ from tinker_server.operations.housekeeping import ARCHIVE_KEPT_S
 from tinker_server.store import directories, disk_account, holdings
 from tinker_server.store.client_metrics import VALUE_BYTES
 from tinker_server.store.futures import fetched
+from tinker_server.weights import archives
 
 
 @pytest.fixture
@@ -46,6 +51,49 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "_write_steps", write)
     monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=(1 << 20) + (1 << 16)))
     monkeypatch.setattr(disk_account, "AGAIN_S", 0)
+
+
+@pytest.mark.parametrize("asks", ["a copy", "an upload"])
+def test_an_archive_and_what_comes_beside_it_do_not_both_take_the_same_room(
+    server: Running, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    """Of 3.2 MiB, 90% may be the owner's. The weights take a MiB, the archive another: there is no third."""
+    mib, begun, go_on = 1 << 20, threading.Event(), threading.Event()
+    write_steps, pack = fakes._write_steps, archives._pack
+
+    def write(directory: Path, steps: int) -> None:
+        write_steps(directory, steps)
+        (directory / "padding").write_bytes(os.urandom(mib))
+
+    def find_free(root: Path) -> SimpleNamespace:
+        files = [file for folder in ("checkpoints", "archives") for file in (root / folder).rglob("*")]
+        return SimpleNamespace(free=16 * mib // 5 - sum(file.stat().st_size for file in files if file.is_file()))
+
+    def pack_later(directory: Path, archive: Path) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        pack(directory, archive)
+
+    monkeypatch.setattr(fakes, "_write_steps", write)
+    monkeypatch.setattr(holdings, "disk_usage", find_free)
+    monkeypatch.setattr(archives, "_pack", pack_later)
+    base = server.backend.tiny
+    base.info = replace(base.info, adapter_bytes=mib // 8)
+    path = saved(server, server.model(), 1).json()["path"]
+    run_id, _, name = path.removeprefix("tinker://").partition("/")
+    copy = {"source_path": path, "destination_project_id": "p"}
+    upload = {"base_model": "tiny", "lora_config": {"rank": 8}}
+    more = ("/copy_weights", copy) if asks == "a copy" else ("/external_weights_upload_start", upload)
+    with ThreadPoolExecutor(2) as threads:
+        archive = f"/training_runs/{run_id}/checkpoints/{name}/archive"
+        packing = threads.submit(server.http.get, archive, follow_redirects=True)
+        assert begun.wait(20)
+        asked = threads.submit(server.http.post, more[0], json=more[1])
+        time.sleep(0.5)
+        go_on.set()
+        assert packing.result().status_code == 200
+        refused = asked.result()
+    assert refused.status_code == 400 and refused.json()["error"] == "LimitReached"
 
 
 def created(server: Running, session_id: str, number: int) -> dict[str, str]:

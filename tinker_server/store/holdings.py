@@ -70,6 +70,9 @@ class Holdings:
         self._storage = storage
         self._max_models = max_models
         self._disk_part = disk_part
+        self.asking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By owner, held from `require_room` for bytes to come until they are there: else others would get the same
+        room."""
         self._measured: LRU[str, int] = LRU(MEASURED)
         self._models: defaultdict[str, set[str]] = defaultdict(set)
         """By owner, models that are being made."""

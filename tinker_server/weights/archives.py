@@ -6,7 +6,6 @@ They are deleted with the weights, and an hour after they were packed.
 import asyncio
 import tarfile
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 from tinker_server.backends.files import write_aside
@@ -29,7 +28,6 @@ class Archives:
     def __init__(self, storage: Storage, holdings: Holdings) -> None:
         self._storage = storage
         self._holdings = holdings
-        self._owners = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._threads = FairThreads(PACKED_AT_ONCE, "packing")
         self._packing: dict[str, asyncio.Task[None]] = {}
 
@@ -50,7 +48,7 @@ class Archives:
         return archive
 
     async def _pack(self, directory: str, archive: Path, owner: str) -> None:
-        async with self._owners[owner]:  # the room is free until the archive takes it
+        async with self._holdings.asking[owner]:
             await self._holdings.require_room(owner, await self._storage.size_bytes(directory))
             try:
                 await self._threads.run(owner, _pack, self._storage.path(directory), archive)

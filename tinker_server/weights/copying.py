@@ -1,8 +1,6 @@
 """Copies of saved weights under a tinker:// path of their own, in a project or as a free number of a session."""
 
-import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Set
 from dataclasses import replace
 
@@ -72,7 +70,6 @@ class Copying:
         self._checkpoints = checkpoints
         self._storage = storage
         self._holdings = holdings
-        self._owners = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def copy(
         self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str, readers: Set[str]
@@ -86,7 +83,7 @@ class Copying:
         check_ttl(request.ttl_seconds)
         source = parse_path(request.source_path)
         now = time.time()
-        async with self._owners[owner]:  # the room is free until the copy takes it
+        async with self._holdings.asking[owner]:
             if (first := await self._find_first(request, source, idempotency_key, owner)) is not None:
                 return first
             checkpoint = await self._checkpoints.require_readable(source, readers, now)

@@ -26,7 +26,7 @@ from tinker_server.backends.protocol import (
     ModelLost,
     ProcessDied,
 )
-from tinker_server.errors import BadRequest, LimitReached, UploadFailed, failure
+from tinker_server.errors import BadRequest, DiskFull, LimitReached, UploadFailed, failure
 from tinker_server.offload import on_files
 from tinker_server.store.records import Checkpoint
 from tinker_server.store.runs import RunStore
@@ -55,7 +55,6 @@ class Uploads:
         self._sessions = sessions
         self._runs = runs
         self._stores = stores
-        self._starting = asyncio.Lock()
         self._finishing: dict[str, asyncio.Task[TinkerPath]] = {}
         self._deaths: Counter[str] = Counter()
 
@@ -66,7 +65,7 @@ class Uploads:
         """
         info = self._stores.bases.base(request.base_model).info
         upload = _new(request, info, idempotency_key, owner)
-        async with self._starting:
+        async with self._stores.holdings.asking[owner]:
             if (first := self.folder.find(upload.upload_id)) is not None:
                 return first
             unfinished = await asyncio.to_thread(self.folder.open_of, owner, time.time())
@@ -93,7 +92,7 @@ class Uploads:
     async def finish(self, upload_id: str, owner: str) -> TinkerPath:
         """Turn an upload into saved weights and return their path; a repeat gets the same.
 
-        Raises UnknownUpload, BadRequest, LimitReached, InvalidInput, UploadFailed.
+        Raises UnknownUpload, BadRequest, LimitReached, InvalidInput, UploadFailed, DiskFull.
         """
         upload = self.folder.require(upload_id, owner)
         if upload_id not in self._finishing:
@@ -126,7 +125,7 @@ class Uploads:
         return path
 
     async def _read(self, upload: Upload, directory: Path, path: TinkerPath, session_id: str) -> None:
-        """Check the files and save them as weights. Raises BadRequest, InvalidInput, UploadFailed."""
+        """Check the files and save them as weights. Raises BadRequest, InvalidInput, UploadFailed, DiskFull."""
         await on_files(upload.owner, _check_header, directory, upload)
         await on_files(upload.owner, require_same_base, directory, self._names(upload.base_model))
         if self._deaths[upload.upload_id] >= DEATHS:
@@ -136,6 +135,8 @@ class Uploads:
         except (ModelLost, BackendFailed) as error:
             self._deaths[upload.upload_id] += isinstance(error, ModelLost | ProcessDied)
             raise UploadFailed(failure(error).error) from None
+        except OSError as error:
+            raise DiskFull(f"the uploaded weights cannot be written: {error.strerror}") from error
 
     def _names(self, base_model: str) -> list[str]:
         """Return a base's name, those of the same directory, and the directory or hub id."""
