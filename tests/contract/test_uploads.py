@@ -5,7 +5,10 @@ pytest tests/contract/test_uploads.py; the numbers are tested in tests/e2e/test_
 
 import asyncio
 import concurrent.futures
+import contextlib
+import errno
 import json
+import shutil
 import socket
 import struct
 import threading
@@ -25,7 +28,8 @@ from tests.fakes import ADAPTER
 from tests.uploading import FILES, Started
 from tests.waiting import wait_until
 from tinker_server.backends.protocol import InvalidInput, LoadedModel, ModelLost
-from tinker_server.store.uploads import CONFIG_BYTES, KEPT_S
+from tinker_server.store.uploads import COMING, CONFIG_BYTES, KEPT_S
+from tinker_server.weights import export
 
 CONFIG = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 32}'
 CONTENT = {"adapter_config.json": CONFIG, "adapter_model.safetensors": save(ADAPTER)}
@@ -115,6 +119,58 @@ def test_a_file_that_breaks_off_leaves_what_was_there(server: Running, framing: 
     put(url, CONTENT[FILES[1]])
     break_off()
     assert (folder / FILES[1]).read_bytes() == CONTENT[FILES[1]]
+
+
+def test_few_files_of_an_upload_come_at_once_and_those_of_others_still_do(server: Running) -> None:
+    begun, other = started(server), started(server)
+    url = begun["urls"][FILES[1]]["url"]
+    link, num_coming = httpx.URL(url), server.app.state.services.uploads.folder._num_coming
+    with contextlib.ExitStack() as connections:
+        for _ in range(COMING):
+            coming = connections.enter_context(socket.create_connection((link.host, link.port)))
+            head = f"PUT {link.raw_path.decode()} HTTP/1.1\r\nhost: {link.host}\r\ncontent-length: 1000\r\n\r\n"
+            coming.sendall(head.encode() + b"a")
+        wait_until(lambda: num_coming[begun["upload_id"]] == COMING)
+        refused = put(url, CONTENT[FILES[1]])
+        assert refused.status_code == 429 and refused.json()["error"] == "Busy"
+        assert put(other["urls"][FILES[1]], CONTENT[FILES[1]]).status_code == 200
+    wait_until(lambda: not num_coming)
+    assert put(url, CONTENT[FILES[1]]).status_code == 200
+
+
+def test_a_file_does_not_bring_back_an_upload_that_is_deleted_while_it_waits(server: Running) -> None:
+    begun = started(server)
+    put(begun["urls"][FILES[0]], CONFIG)
+    put(begun["urls"][FILES[1]], b"no tensors")
+    assert finish(server, begun["upload_id"]).status_code == 400
+    folder, upload_id = server.app.state.services.uploads.folder, begun["upload_id"]
+
+    async def delete() -> None:
+        async with folder.lock_of(upload_id):
+            while not folder._num_coming[upload_id]:  # noqa: ASYNC110 - nobody sets an event
+                await asyncio.sleep(0.01)
+            shutil.rmtree(folder.path(upload_id))
+
+    deleting = asyncio.run_coroutine_threadsafe(delete(), server.loop)
+    assert put(begun["urls"][FILES[1]], CONTENT[FILES[1]]).status_code == 404
+    deleting.result(20)
+    assert not folder.path(upload_id).exists()
+
+
+def test_an_upload_whose_weights_the_disk_does_not_take_is_finished_later(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = sent(server)
+
+    def fail(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(export, "write_both_forms", fail)
+        refused = finish(server, begun["upload_id"])
+    assert refused.status_code == 503 and refused.json()["error"] == "DiskFull"
+    assert not list((server.settings.data_dir / "checkpoints").glob("*/*/*"))
+    assert finish(server, begun["upload_id"]).status_code == 200
 
 
 def test_sdks_before_0_40_get_links_as_texts(server: Running) -> None:
@@ -221,6 +277,15 @@ def test_an_adapter_that_names_another_name_of_the_same_files_is_taken(server: R
 def test_a_config_that_is_no_json_is_refused(server: Running, content: bytes) -> None:
     refused = Started.of(server.http, "tiny").put(CONTENT | {"adapter_config.json": content}).finish()
     assert refused.status_code == 400 and "adapter_config.json is no JSON" in refused.json()["detail"]
+
+
+def test_a_config_that_is_hard_to_match_holds_up_nobody(server: Running) -> None:
+    """Matched in every way, it would keep the interpreter for half a minute."""
+    config = json.dumps({"base_model_name_or_path": "/models--" + "a--" * 21_000 + "!"}).encode()
+    begun = Started.of(server.http, "tiny").put(CONTENT | {"adapter_config.json": config})
+    since = time.monotonic()
+    assert begun.finish().status_code == 200
+    assert time.monotonic() - since < 10
 
 
 def test_a_file_of_more_bytes_than_all_bodies_in_memory_may_have_comes_while_others_work(server: Running) -> None:

@@ -34,6 +34,7 @@ from tinker_server.auth.links import VALID_S
 from tinker_server.errors import (
     BadRequest,
     Busy,
+    DiskFull,
     LimitReached,
     ModelIdTaken,
     SessionFinished,
@@ -266,7 +267,7 @@ async def external_weights_upload_start(  # noqa: PLR0913 - three are headers
 
 @router.post(
     "/external_weights_upload_finish",
-    responses=describe(BadRequest, LimitReached, UnknownBaseModel, UnknownUpload, UploadFailed, Busy),
+    responses=describe(BadRequest, LimitReached, UnknownBaseModel, UnknownUpload, UploadFailed, Busy, DiskFull),
 )
 async def external_weights_upload_finish(
     request: UploadFinishRequest, server: Server, caller: Caller

@@ -16,6 +16,7 @@ from tinker_server.api_schemas.wire import JSON
 from tinker_server.errors import (
     BadRequest,
     BodyTooLarge,
+    Busy,
     DiskFull,
     LimitReached,
     LinkRefused,
@@ -82,7 +83,7 @@ async def get_archive(
 
 @router.put(
     "/uploads/{upload_id}/{name}",
-    responses=describe(BadRequest, LinkRefused, UnknownUpload, BodyTooLarge, DiskFull),
+    responses=describe(BadRequest, LinkRefused, UnknownUpload, BodyTooLarge, Busy, DiskFull),
     openapi_extra=UPLOADED,
 )
 async def put_file(

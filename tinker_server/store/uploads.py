@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -18,12 +19,14 @@ from pydantic import BaseModel, ConfigDict
 from tinker_server.api_schemas.training import LoraConfig
 from tinker_server.backends.files import write_aside, write_private
 from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from tinker_server.errors import BodyTooLarge, DiskFull, UnknownUpload, shorten
+from tinker_server.errors import BodyTooLarge, Busy, DiskFull, UnknownUpload, shorten
 
 log = logging.getLogger(__name__)
 FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
 CONFIG_BYTES = 64 << 10
 """Largest `adapter_config.json`."""
+COMING = 8
+"""Files of an upload that may come at once: each connection has some 256 KiB in memory while its file waits."""
 KEPT_S = 3600
 """An upload is kept so long after its links have expired: its files may just have come."""
 DAMAGED_KEPT_S = 24 * 3600
@@ -58,11 +61,13 @@ class Upload(BaseModel):
 
 
 class UploadFolder:
-    """Reads and writes uploads. Calls for an upload do not overlap, apart from the file that comes."""
+    """Reads and writes uploads. Calls for an upload do not overlap, apart from the files that come."""
 
     def __init__(self, data_dir: Path) -> None:
         self._root = data_dir.resolve() / "uploads"
         self._coming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._num_coming: Counter[str] = Counter()
+        """Files that come or wait until another has come, by upload."""
         self._damaged: set[str] = set()
         """Uploads whose records cannot be read, each named once in the log."""
 
@@ -121,17 +126,25 @@ class UploadFolder:
     async def receive(self, upload: Upload, name: str, parts: AsyncIterator[bytes]) -> int:
         """Write or replace a file, which is there whole or not at all, and return its bytes.
 
-        Raises BodyTooLarge, DiskFull.
+        Raises BodyTooLarge, Busy, DiskFull, UnknownUpload.
         """
-        limit = CONFIG_BYTES if name == ADAPTER_CONFIG_FILE else upload.max_bytes
-        async with self.lock_of(upload.upload_id):
-            if upload.refused_at is not None:
-                self.put(upload.model_copy(update={"refused_at": None}))
-            try:
-                with write_aside(self.path(upload.upload_id) / name, durable=False) as aside:
+        upload_id, limit = upload.upload_id, CONFIG_BYTES if name == ADAPTER_CONFIG_FILE else upload.max_bytes
+        if self._num_coming[upload_id] >= COMING:
+            raise Busy(f"{COMING} files of the upload {upload_id} come already, in turn; send this one later")
+        self._num_coming[upload_id] += 1
+        try:
+            async with self.lock_of(upload_id):
+                upload = self.require(upload_id)  # it may have been deleted, or refused, meanwhile
+                if upload.refused_at is not None:
+                    self.put(upload.model_copy(update={"refused_at": None}))
+                with write_aside(self.path(upload_id) / name, durable=False) as aside:
                     return await _write(aside, name, parts, limit)
-            except OSError as error:
-                raise _not_written(error) from None
+        except OSError as error:
+            raise _not_written(error) from None
+        finally:
+            self._num_coming[upload_id] -= 1
+            if not self._num_coming[upload_id]:
+                del self._num_coming[upload_id]
 
     async def release_refused(self, uploads: list[Upload]) -> bool:
         """Delete the upload among these that was refused first, unless a file comes for it. Return whether it

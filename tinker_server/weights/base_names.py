@@ -15,7 +15,10 @@ from tinker_server.errors import BadRequest
 
 _FIELD = "base_model_name_or_path"
 _OF_HUB = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)")
-_IN_CACHE = re.compile(r".*/models--(?P<owner>\w[\w.-]*?)--(?P<name>\w[\w.-]*)(/.*)?")
+_WORD = r"\w[\w.]*(?:-[\w.]+)*"
+"""A part of a name of the hub, in which no two hyphens follow each other: so a text is matched in a single way, and a
+hostile text takes no longer than another."""
+_IN_CACHE = re.compile(rf".*/models--(?P<owner>{_WORD})--(?P<name>{_WORD})(/.*)?")
 
 
 def require_same_base(directory: Path, names: Iterable[str]) -> None:
