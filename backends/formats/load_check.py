@@ -64,7 +64,8 @@ class LoadCheck:
             )
 
     def check_same(self, logprobs: np.ndarray, dtype: str) -> None:
-        """Raise BackendFailed if `logprobs`, computed in `dtype` by the loader of the weights, differ."""
+        """Raise BackendFailed if `logprobs`, computed in `dtype` by the loader of the weights, differ, and InvalidInput
+        if they are not finite."""
         _check_same("a test text", np.array(self.logprobs), logprobs, dtype)
 
     def check_same_behind_image(self, logprobs: np.ndarray, dtype: str) -> None:
@@ -107,6 +108,11 @@ class LoadCheck:
 
 
 def _check_same(what: str, expected: np.ndarray, logprobs: np.ndarray, dtype: str) -> None:
+    if not np.isfinite(logprobs).all():  # an engine multiplies an adapter's factors in another order
+        raise InvalidInput(
+            f"the sampler's log probabilities of {what} are not finite with these weights, though the trainer's are:"
+            f" the adapter has values so large that their products overflow in {dtype}; the weights are not used"
+        )
     difference, is_rounding = compare(logprobs, expected, dtype)
     if not is_rounding:
         raise BackendFailed(

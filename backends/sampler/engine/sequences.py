@@ -95,7 +95,8 @@ async def score(engine: AsyncLLM, token_ids: list[int], adapter: LoRARequest | N
 async def check_scores(
     engine: AsyncLLM, load_check: LoadCheck, adapter: LoRARequest | None, renderer: Renderer, dtype: str
 ) -> None:
-    """Raise BackendFailed where the engine, which computes in `dtype`, does not score as whoever saved the weights."""
+    """Raise BackendFailed where the engine, which computes in `dtype`, does not score as whoever saved the weights, and
+    InvalidInput where its scores are not finite."""
     load_check.check_same(await score(engine, load_check.token_ids, adapter), dtype)
     if load_check.image:
         rendered = await asyncio.to_thread(renderer.render, load_check.behind_image, "the image of a test")

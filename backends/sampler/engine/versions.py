@@ -65,7 +65,8 @@ class VersionCache:
     async def load(self, version: Version | None) -> LoRARequest | None:
         """Load a held version for a sequence that has its slot, and return the engine's name for it.
 
-        Raises BackendFailed where the engine cannot load it, or does not score with it as the trainer did.
+        Raises BackendFailed where the engine cannot load it, or does not score with it as the trainer did, and
+        InvalidInput where its scores are not finite.
         """
         if version is None:
             return None

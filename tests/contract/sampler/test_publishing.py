@@ -107,6 +107,13 @@ async def test_weights_that_are_scored_otherwise_are_neither_published_nor_sampl
     await sampler.publish(saved, "somebody")
 
 
+async def test_weights_whose_products_overflow_in_the_engine_alone_are_the_requests_fault(sampler, saved):
+    wrong = changed(saved, "large", lambda tensors: [tensor.fill_(3e38) for tensor in tensors.values()])
+    with pytest.raises(InvalidInput, match="of a test text are not finite with these weights"):
+        await sampler.publish(wrong, "somebody")
+    await sampler.publish(saved, "somebody")
+
+
 @pytest.fixture
 def in_files(rank: TrainerRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As an adapter of many bytes is saved."""
