@@ -28,7 +28,6 @@ from tinker_server.backends.formats import block_fp8
 from tinker_server.backends.formats.base_files import text_files
 from tinker_server.backends.formats.model_files import (
     check_tokenizer,
-    count_parameters,
     fingerprint,
     local_directory,
     quantisation,
@@ -159,7 +158,6 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     source, device = config.models[name], chosen_device(config, machine)
     renderer, size = read_size(name, directory, config, device)
     text_config, numbers = renderer.config.get_text_config(), size.numbers
-    count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
     if config.base_precision is not None:
         size = _keep_packed(size, renderer, directory, config, source)

@@ -16,6 +16,7 @@ from typing import Any
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from tinker_server.backends.names import join_names
 from tinker_server.backends.protocol import BackendFailed
 
 CONFIG_FILE = "config.json"
@@ -44,8 +45,6 @@ _REFUSED = {
     " quantisation in config.json",
 }
 """Files that change what a model computes, and that a reader ignores."""
-_MAX_NAMES = 3
-"""Names of files listed in an error."""
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -55,17 +54,18 @@ def weight_files(directory: Path) -> list[Path]:
     named = _read_index(index) if index.is_file() else []
     present = [path for path in named if path.is_file()]
     if single.is_file():
-        if others := [path for path in present if path != single]:
+        if others := [path.name for path in present if path != single]:
             raise BackendFailed(
-                f"{directory} has two sets of weights: {SAFE_WEIGHTS_NAME}, and {_join_names(others)}, which"
+                f"{directory} has two sets of weights: {SAFE_WEIGHTS_NAME}, and {join_names(others, 3)}, which"
                 f" {SAFE_WEIGHTS_INDEX_NAME} names; remove one of them, and the index with the second"
             )
         return [single]
-    if missing := [path for path in named if path not in present]:
-        raise BackendFailed(f"{directory} lacks {_join_names(missing)}, which {SAFE_WEIGHTS_INDEX_NAME} names")
+    if missing := [path.name for path in named if path not in present]:
+        raise BackendFailed(f"{directory} lacks {join_names(missing, 3)}, which {SAFE_WEIGHTS_INDEX_NAME} names")
     if not named:
-        found = [path for path in sorted(directory.glob("*")) if path.suffix == ".safetensors" or _is_other(path.name)]
-        also = f"; it has {_join_names(found)}, which are not read" if found else ""
+        names = sorted(path.name for path in directory.glob("*"))
+        found = [name for name in names if name.endswith(".safetensors") or _is_other(name)]
+        also = f"; it has {join_names(found, 3)}, which are not read" if found else ""
         raise BackendFailed(
             f"{directory} has no safetensors weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}{also}"
         )
@@ -127,8 +127,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _is_other(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in OTHER_LAYOUTS)
-
-
-def _join_names(paths: list[Path]) -> str:
-    names = ", ".join(path.name for path in paths[:_MAX_NAMES])
-    return names if len(paths) <= _MAX_NAMES else f"{names} and {len(paths) - _MAX_NAMES} others"

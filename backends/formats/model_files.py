@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
@@ -96,14 +95,6 @@ def check_tokenizer(directory: Path) -> None:
     # If the files are missing, transformers makes one up that knows its special tokens and no others.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise BackendFailed(f"{directory}: no usable tokenizer: there is no tokenizer.json")
-
-
-def count_parameters(directory: Path) -> int:
-    """Count parameters by the headers of the files of the weights. Raises BackendFailed if there are none."""
-    total = sum(math.prod(tensor.shape) for _, tensor in _tensors(directory))
-    if total == 0:
-        raise BackendFailed(f"{directory}: no safetensors weights")
-    return total
 
 
 def tensor_bytes(directory: Path) -> dict[str, int]:

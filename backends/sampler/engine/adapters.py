@@ -18,12 +18,11 @@ from tinker_server.backends.families.lora_names import OUT_OF_LATENTS
 from tinker_server.backends.formats.load_check import LoadCheck
 from tinker_server.backends.formats.stacked_adapters import AdapterFile, other_files
 from tinker_server.backends.inputs.rendering import Renderer
+from tinker_server.backends.names import join_names
 from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WHOLE_MODEL, BackendFailed, InvalidInput
 from tinker_server.backends.sampler.engine.sequences import check_scores
 from tinker_server.backends.sampler.engine.vllm_patches.lora import OWN_EXPERTS
 
-_MAX_NAMES = 5
-"""Names in one error."""
 _WHOLE_MODEL_FILE = "canary.json"
 """In a directory of an older server, beside a whole model."""
 
@@ -101,10 +100,8 @@ class AdapterLoader:
                 " and the engine keeps latents (setting backend.lora_layout service; own takes both)"
             )
         if ignored:
-            others = f" and {len(ignored) - _MAX_NAMES} others" if len(ignored) > _MAX_NAMES else ""
             raise BackendFailed(
-                "the sampler cannot load these weights: the engine has no place for"
-                f" {', '.join(ignored[:_MAX_NAMES])}{others}"
+                f"the sampler cannot load these weights: the engine has no place for {join_names(ignored)}"
             )
 
     async def check(self, version: Version) -> None:

@@ -30,6 +30,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from tinker_server.backends.families.linear_attention import engine_slices
 from tinker_server.backends.families.lora_names import EXPERT_STACKS
 from tinker_server.backends.formats.stacked_adapters import open_adapter
+from tinker_server.backends.names import join_names
 from tinker_server.backends.protocol import ADAPTER_FILE
 from tinker_server.backends.sampler.engine.vllm_patches.linear_by_heads import LinearByHeads, rows_of
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BITS = {2: torch.int16, 4: torch.int32}
-_MAX_NAMES = 5
-"""Names in one error."""
 Part = tuple[Tensor, Tensor]
 """A linear's A [r, I] and B [O, r], for experts [E, r, I] and [E, O, r], E being 1 if all share it, as the engine is to
 have them."""
@@ -59,10 +58,7 @@ class SlotCheck:
     def require_right(self, lora_id: int) -> None:
         """Raise RuntimeError, naming modules, where the adapter's slot was filled wrongly twice."""
         if wrong := self._wrong.get(lora_id):
-            others = f" and {len(wrong) - _MAX_NAMES} others" if len(wrong) > _MAX_NAMES else ""
-            raise RuntimeError(
-                f"in the engine's slot {', '.join(wrong[:_MAX_NAMES])}{others} hold other values than the files"
-            )
+            raise RuntimeError(f"in the engine's slot {join_names(wrong)} hold other values than the files")
 
     def note_files(self, request: LoRARequest) -> None:
         """Note an adapter whose files are about to be read."""
@@ -85,7 +81,7 @@ class SlotCheck:
         if wrong := self._differing(lora_id):
             self._wrong[lora_id] = wrong
             self._spoil(lora_id, wrong)
-            log.error("slot of adapter %d: values differ from its files in %s", lora_id, ", ".join(wrong[:_MAX_NAMES]))
+            log.error("slot of adapter %d: values differ from its files in %s", lora_id, join_names(wrong))
         return True
 
     def _differing(self, lora_id: int) -> list[str]:

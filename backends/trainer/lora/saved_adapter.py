@@ -19,6 +19,7 @@ from torch import Tensor
 from tinker_server.api_schemas.adapter_names import expert_stack, is_stack, tinker_name
 from tinker_server.api_schemas.divided_linears import DividedLinear, parts_of_whole
 from tinker_server.backends.formats.part_of_whole import take_part
+from tinker_server.backends.names import join_names
 from tinker_server.backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from tinker_server.backends.trainer.lora.linear import ALPHA
 from tinker_server.backends.trainer.lora.saved_config import SavedConfig, read_config
@@ -26,8 +27,6 @@ from tinker_server.backends.trainer.lora.saved_config import SavedConfig, read_c
 _DTYPES = ("F32", "F16", "BF16")
 _OF_BASE = ".base_layer."
 """In the names of the base's own tensors, which PEFT saves beside the adapter of a head or an embedding."""
-_MAX_NAMES = 3
-"""Names in an error."""
 
 
 def read_adapter(
@@ -86,7 +85,7 @@ class _OtherForms(NamedTuple):
         in both forms."""
         others = {*self.wholes.values()}.union(*(names.values() for names in self.experts.values()))
         names = self.experts.keys() | self.wholes.keys()
-        if twice := _some(found & names):
+        if twice := join_names(sorted(found & names), 3):
             raise InvalidInput(f"{ADAPTER_FILE} has {twice} twice: alone, and with others in another form")
         return (found - others) | names
 
@@ -157,14 +156,15 @@ def _names_in_file(found: set[str], own: Sequence[str], *, has_tower: bool) -> d
     is_of_tools = len(found & of_tools.keys()) > len(found & set(own))
     expected = of_tools if is_of_tools else {name: [name] for name in own}
     form = "Tinker's tools" if is_of_tools else "PEFT"
-    missing, unknown = _some(expected.keys() - found), _some(found - expected.keys())
-    if of_base := _some(name for name in found - expected.keys() if _OF_BASE in name):
+    missing, unknown = sorted(expected.keys() - found), sorted(found - expected.keys())
+    if of_base := join_names([name for name in unknown if _OF_BASE in name], 3):
         raise InvalidInput(
             f"{ADAPTER_FILE} has {of_base}, which belongs to the base and not to the adapter: save the adapter without"
             " it (PeftModel.save_pretrained(..., save_embedding_layers=False))"
         )
     if missing or unknown:
-        differences = [f"which has {missing}"] * bool(missing) + [f"which has no {unknown}"] * bool(unknown)
+        differences = [f"which has {join_names(missing, 3)}"] * bool(missing)
+        differences += [f"which has no {join_names(unknown, 3)}"] * bool(unknown)
         raise InvalidInput(
             f"the checkpoint trains other modules than this model, {' and '.join(differences)} in the names of {form}"
         )
@@ -204,10 +204,3 @@ def _under_own_names(
             raise InvalidInput(
                 f"{name} has shape {tuple(tensor.shape)}; a stack of {len(names)} experts of three dimensions is needed"
             )
-
-
-def _some(names: Iterable[str]) -> str:
-    """Join the first few names; empty if there are none."""
-    ordered = sorted(names)
-    others = f" and {len(ordered) - _MAX_NAMES} others" if len(ordered) > _MAX_NAMES else ""
-    return ", ".join(ordered[:_MAX_NAMES]) + others

@@ -34,6 +34,7 @@ from tinker_server.backends.formats.block_fp8 import SCALE, is_in_blocks, requir
 from tinker_server.backends.formats.expert_names import stack_name
 from tinker_server.backends.formats.model_files import quantisation, tensor_bytes
 from tinker_server.backends.model_spec import ModelSpec
+from tinker_server.backends.names import join_names
 from tinker_server.backends.processes.progress import Progress
 from tinker_server.backends.protocol import BackendFailed
 from tinker_server.backends.trainer.distributed import Root, World, gather_objects, shard
@@ -44,8 +45,6 @@ from tinker_server.backends.trainer.model.own_precision import keeping_precision
 from tinker_server.backends.trainer.model.stacked_experts import Readable, stacked_shapes, with_stacked_experts
 
 log = logging.getLogger(__name__)
-_MAX_NAMES = 5
-"""Names listed in one error."""
 _LARGEST_OWN_PART = 0.25
 """Largest part of a mapped base of which the trainer may have a copy."""
 _SMALL_OWN_BYTES = 256 << 20
@@ -303,8 +302,7 @@ def _refuse(source: str, fault: str, names: Iterable[str]) -> None:
     """Raise BackendFailed if there are names."""
     found = sorted(names)
     if found:
-        others = f" and {len(found) - _MAX_NAMES} others" if len(found) > _MAX_NAMES else ""
-        raise BackendFailed(f"{source} {fault} {', '.join(found[:_MAX_NAMES])}{others}")
+        raise BackendFailed(f"{source} {fault} {join_names(found)}")
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from tinker_server.backends.config import BackendConfig
 from tinker_server.backends.configure.describe import describe_models
 from tinker_server.backends.configure.memory_plan import Machine
 from tinker_server.backends.formats.base_files import find_needed_files, link_files, weight_files
-from tinker_server.backends.formats.model_files import check_tokenizer, count_parameters, fingerprint, tensor_bytes
+from tinker_server.backends.formats.model_files import check_tokenizer, fingerprint, tensor_bytes
 from tinker_server.backends.protocol import BackendFailed
 
 
@@ -40,7 +40,6 @@ def test_a_second_layout_of_the_same_model_is_read_by_nobody(tiny_text: Path, co
     (copy / "original/params.json").write_text("{}")
     assert weight_files(copy) == [copy / shard for shard in SHARDS]
     assert fingerprint(copy) == fingerprint(tiny_text)
-    assert count_parameters(copy) == count_parameters(tiny_text)
     with Files(copy, torch.float32) as files:
         assert sorted(files.names()) == sorted(tensor_bytes(tiny_text))
     assert (

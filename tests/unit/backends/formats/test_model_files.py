@@ -10,10 +10,10 @@ from transformers import NemotronHConfig
 
 from tests.models import make_tiny_text
 from tinker_server.backends.formats.model_files import (
-    count_parameters,
     fingerprint,
     kv_bytes_per_token,
     state_bytes_per_sequence,
+    tensor_bytes,
 )
 from tinker_server.backends.protocol import BackendFailed
 
@@ -41,7 +41,7 @@ def test_the_same_tensors_in_more_files_have_the_same_fingerprint(tiny_text: Pat
         weight_map |= dict.fromkeys(half, f"model-{number}.safetensors")
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert fingerprint(copy) == fingerprint(tiny_text)
-    assert count_parameters(copy) == count_parameters(tiny_text)
+    assert tensor_bytes(copy) == tensor_bytes(tiny_text)
 
 
 def test_other_weights_of_the_same_shapes_have_another_fingerprint(tiny_text: Path, tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_of_a_hybrid_each_layer_keeps_what_its_kind_keeps() -> None:
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match="no safetensors weights"):
-        count_parameters(tmp_path)
+        tensor_bytes(tmp_path)
