@@ -95,7 +95,9 @@ class WholeCheck:
         is accumulated is the microbatch's. `experts_LTK` are those that it had: their files may be gone. Raises
         SharingDiffers."""
         base, world = self._base, self._world
-        has_gradient = logprobs_NK.grad is not None and bool(logprobs_NK.grad.any())
+        # Where a rank's datums share nothing, none is kept, and torch warns of reading it.
+        gradient_NK = logprobs_NK.grad if logprobs_NK.retains_grad else None
+        has_gradient = gradient_NK is not None and bool(gradient_NK.any())
         # A model that has diverged gives nothing to compare.
         says = gather_objects((bool(logprobs_NK.isfinite().all()), has_gradient), world)
         kinds = _kinds_of([members for members, (finite, _) in zip(chosen, says, strict=True) if finite])

@@ -221,6 +221,17 @@ def test_of_a_kind_that_cannot_be_compared_some_microbatches_are_tried(
     )
 
 
+@pytest.mark.filterwarnings("error:The .grad attribute of a Tensor")
+def test_a_rank_whose_datums_share_nothing_waits_for_those_that_compare(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of its log probabilities is not kept, so it is not read."""
+    rank, of = rank_of(tiny_text), encode(texts((40,), (50,)), make_renderer(tiny_text))
+    wanted = compute(rank, of)
+    monkeypatch.setattr(WholeCheck, "is_due", lambda *_: True)  # of another rank's microbatch
+    assert_equal(compute(rank, of), wanted)
+
+
 def test_microbatches_of_a_model_and_of_several_are_compared(tiny_text: Path) -> None:
     rank, of = rank_of(tiny_text), encode(texts(*GROUP), make_renderer(tiny_text))
     sizes: list[int] = []
