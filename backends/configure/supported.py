@@ -17,6 +17,8 @@ MOST_RANKS = 64
 """Ranks of an engine, and of a trainer that compute a microbatch together, up to which all numbers are tried."""
 _LATENTS = (512, 64)
 """Numbers of a latent, and of the rotated part of keys, that all of vLLM's kernels take."""
+_ALIGNED = 8
+"""Numbers of 16 bytes in bfloat16: torch's grouped product takes rows of multiples of them."""
 _UNDIVIDED = "experts that stay in mxfp4 (setting backend.base_precision) have not been compared on several ranks"
 _DIVIDED = {
     "num_attention_heads": "heads",
@@ -55,6 +57,7 @@ class Support:
         """Yield each setting that needs support: its value, the reason why it has none or None, and what to do."""
         config = self.config
         ranks, slices = config.tensor_parallel or 1, config.context_parallel
+        yield "dtype", self.dtype, self._reason_unaligned(), "serve a model of other widths"
         yield "tensor_parallel", ranks, self._reason_undivided(ranks), "leave it out"
         yield "context_parallel", slices, self._reason_unsliced(slices), "set it to 1"
         if config.base_copies == 1:
@@ -111,6 +114,18 @@ class Support:
         shape = tuple(getattr(text_config, field, None) for field in ("kv_lora_rank", "qk_rope_head_dim"))
         has_latents = self.renderer.family.has_latent_attention and shape == _LATENTS
         return has_latents and self.device == "cuda" and self.config.base_precision is None
+
+    def _reason_unaligned(self) -> str | None:
+        """Return the reason why torch cannot multiply by all experts in a kernel, or None."""
+        text_config = self.renderer.config.get_text_config()
+        is_in_kernel = self.device == "cuda" and self.dtype == "bfloat16"
+        if not is_in_kernel or not getattr(text_config, "num_experts_per_tok", 0):
+            return None
+        inner = "moe_intermediate_size" if hasattr(text_config, "moe_intermediate_size") else "intermediate_size"
+        for field in ("hidden_size", inner):
+            if (width := getattr(text_config, field)) % _ALIGNED:
+                return f"its {field} is {width}, and that of a mixture of experts has to be a multiple of {_ALIGNED}"
+        return None
 
     def _reason_unshared(self) -> str | None:
         """Return the reason why trainer and engine cannot share a copy of the base, or None."""
