@@ -121,20 +121,24 @@ class ClientMetricStore:
     ) -> dict[str, list[Metric]]:
         """Return the steps within `bounds` (first, last) of each of these metrics in order, by name.
 
-        Neighbours are averaged so that no metric has more than `most` points.
+        Neighbours are averaged so that no metric has more than `most` points: as many each, since a client may leave
+        out any number of steps.
         """
-        first, last = bounds
-        group = (_OF.step - first) // max(1, -(-(last - first + 1) // most))
-        is_huge = func.abs(_OF.value) > HUGE
+        wanted = (_OF.model_id == model_id, _OF.name.in_(names), _OF.step.between(*bounds))
+        counts = select(_OF.name, func.count().label("count")).where(*wanted).group_by(_OF.name).subquery().c
+        place = func.row_number().over(partition_by=_OF.name, order_by=_OF.step) - 1
+        numbered = select(_OF.name, _OF.step, _OF.at, _OF.value, place.label("place")).where(*wanted).subquery().c
+        group = numbered.place // ((counts["count"] + most - 1) // most)
+        is_huge = func.abs(numbered.value) > HUGE
         sums = (
-            func.sum(case((is_huge, 0.0), else_=_OF.value)),
-            func.sum(case((is_huge, _OF.value / MAX_VALUES), else_=0.0)),
+            func.sum(case((is_huge, 0.0), else_=numbered.value)),
+            func.sum(case((is_huge, numbered.value / MAX_VALUES), else_=0.0)),
         )
         query = (
-            select(_OF.name, func.max(_OF.step), func.max(_OF.at), func.count(), *sums)
-            .where(_OF.model_id == model_id, _OF.name.in_(names), _OF.step.between(first, last))
-            .group_by(_OF.name, group)
-            .order_by(_OF.name, func.max(_OF.step))
+            select(numbered.name, func.max(numbered.step), func.max(numbered.at), func.count(), *sums)
+            .where(numbered.name == counts.name)
+            .group_by(numbered.name, group)
+            .order_by(numbered.name, func.max(numbered.step))
         )
         found: dict[str, list[Metric]] = {name: [] for name in names}
         async with self._db.read() as session:

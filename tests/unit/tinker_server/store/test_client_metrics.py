@@ -36,6 +36,16 @@ async def test_many_steps_are_means_of_neighbours_and_a_sparse_metric_keeps_its_
     assert [one.step for one in (await store.points("m", ["reward"], (20, 29), 10))["reward"]] == list(range(20, 30))
 
 
+async def test_a_jump_of_the_clients_steps_does_not_average_those_before_it(db: Database) -> None:
+    store = ClientMetricStore(db)
+    steps = [*range(20), 10**9, *range(2 * 10**9, 2 * 10**9 + 19)]
+    for step in steps:
+        await store.put("m", step, {"reward": float(step)}, at=0)
+    assert [one.step for one in (await store.points("m", ["reward"], (0, steps[-1]), 40))["reward"]] == steps
+    averaged = (await store.points("m", ["reward"], (0, steps[-1]), 20))["reward"]
+    assert [(one.step, one.value) for one in averaged[:2]] == [(1, 0.5), (3, 2.5)] and len(averaged) == 20
+
+
 async def test_pages_hold_every_value_once_and_old_ones_are_deleted(db: Database) -> None:
     store = ClientMetricStore(db)
     for step in range(5):
