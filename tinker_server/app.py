@@ -210,10 +210,10 @@ def build_services(
 ) -> Services:
     """Build the services on an open database and loaded models; nothing runs yet."""
     storage = Storage(settings.data_dir, db)
-    runs, checkpoints = RunStore(db), CheckpointStore(db)
-    sessions, samplers = SessionStore(db), SamplerStore(db)
+    runs, sessions, samplers = RunStore(db), SessionStore(db), SamplerStore(db)
     observers = Observers()
     futures = FutureStore(db, RECENT_RESULTS_BYTES, observers=observers)
+    checkpoints = CheckpointStore(db, on_change=futures.changes.note)
     bases, replay = BaseModels(backend.models), LogReplay(futures, checkpoints, storage)
     limits = SnapshotLimits(
         settings.snapshot_every_s, settings.log_bytes, REPLAY_S, LONGEST_REPLAY_S, interrupted_s=INTERRUPTED_S

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -28,8 +28,8 @@ def parse_path(text: str) -> TinkerPath:
 class CheckpointStore:
     """Reads and writes the checkpoints table."""
 
-    def __init__(self, db: Database) -> None:
-        self._db = db
+    def __init__(self, db: Database, on_change: Callable[[str], None] = lambda owner: None) -> None:
+        self._db, self._on_change = db, on_change
 
     async def find(self, path: TinkerPath) -> Checkpoint | None:
         """Return a checkpoint, whoever owns it and even if it has expired; None if there is none."""
@@ -120,12 +120,15 @@ class CheckpointStore:
             await session.execute(update(CheckpointRow).where(CheckpointRow.tinker_path == str(path)).values(**values))
 
     async def take_expired(self, now: float) -> list[str]:
-        """Delete all expired checkpoints; return their directories, now unreferenced."""
+        """Delete all expired checkpoints, and notify of it; return their directories, now unreferenced."""
         expired = CheckpointRow.expires_at <= now
         async with self._db.write() as session:
-            directories = list(await session.scalars(select(CheckpointRow.directory).where(expired)))
+            found = (await session.execute(select(CheckpointRow.directory, CheckpointRow.owner).where(expired))).all()
+            directories = [directory for directory, _ in found]
             await session.execute(delete(CheckpointRow).where(expired))
             await release(session, directories)
+        for owner in {owner for _, owner in found}:
+            self._on_change(owner)
         return directories
 
 

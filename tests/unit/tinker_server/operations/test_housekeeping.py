@@ -11,8 +11,10 @@ from sqlalchemy import update
 
 from tests.fake_server import Running
 from tests.submitting import server
+from tinker_server.api_schemas.training import Trainable
 from tinker_server.operations import housekeeping
 from tinker_server.operations.housekeeping import HELD_S, SNAPSHOT_KEPT_S, SteadyClock
+from tinker_server.store.records import Checkpoint
 from tinker_server.store.tables import SessionRow
 
 DAY_S = 24 * 3600.0
@@ -138,3 +140,27 @@ async def test_a_directory_that_a_killed_server_left_among_archives_stops_no_swe
             os.utime(path, (0, 0))
         await client.services.housekeeper.sweep_weights(time.time())
         assert not left.exists() and not old.exists()
+
+
+async def test_pages_are_told_of_weights_that_have_expired(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        services = client.services
+        expired = Checkpoint(
+            tinker_path="tinker://run/weights/a",
+            owner="alice",
+            run_id="run",
+            kind="weights",
+            name="a",
+            directory="checkpoints/run/a",
+            base_model="tiny",
+            trainable=Trainable(rank=8, seed=1),
+            size_bytes=1,
+            created_at=1.0,
+            expires_at=2.0,
+        )
+        await services.checkpoints.put(expired)
+        with services.futures.changes.watching("bob") as others, services.futures.changes.watching("alice") as watch:
+            await services.housekeeper.sweep_weights(time.time())
+            assert await watch.next(0.01) and not await others.next(0.01)
+            await services.housekeeper.sweep_weights(time.time())
+            assert not await watch.next(0.01)
