@@ -140,3 +140,13 @@ def test_a_group_leads_to_the_mean_curves_of_its_newest_runs(alice: Owner) -> No
     page = alice.get(there).text
     assert page.count(" checked>") == 8
     assert alice.pages.get("/compare").status_code == 400
+
+
+def test_all_groups_are_reached_by_pages(bob: Owner) -> None:
+    for number in range(52):
+        bob.new_run({"trial": f"{number:02}"})
+    pages = [bob.get(f"/?group=trial&page={number}").text for number in (1, 2, 3)]
+    first, second, last = (set(re.findall(r"in=(\d\d)&amp;", text)) for text in pages)
+    assert first | second == {f"{number:02}" for number in range(52)} and not first & second
+    assert last == second, "behind the last page is the last"
+    assert "page=2&amp;group=trial" in pages[0] and ">Smaller<" in pages[0] and ">Smaller<" not in pages[1]

@@ -11,7 +11,6 @@ from tinker_server.store.database import Database
 from tinker_server.store.run_search import Group, RunSearch, group_key, has_words
 from tinker_server.store.tables import SessionRow, TrainingRunRow
 
-MAX_GROUPS = 50
 GROUPED_RUNS = 2000
 """Runs that are grouped, the newest."""
 
@@ -55,7 +54,7 @@ class RunTable:
             return await run_metrics.names_of_runs(session, run_ids)
 
     async def groups(self, owner: str, search: RunSearch, key: str, metrics: Sequence[str]) -> list[GroupRow]:
-        """Return the largest groups of an owner's runs by the value of a key, with means over their runs."""
+        """Return the groups of an owner's runs by the value of a key, the largest first, with means over their runs."""
         conditions = (TrainingRunRow.owner == owner, *has_words(search))
         values = [run_metrics.latest(metric).label(f"m{number}") for number, metric in enumerate(metrics)]
         runs = select(group_key(key).label("value"), *values).join(SessionRow).where(*conditions)
@@ -64,7 +63,7 @@ class RunTable:
             newest = runs.order_by(TrainingRunRow.created_at.desc()).limit(GROUPED_RUNS)
             for value, *of_run in await session.execute(newest):
                 groups.setdefault(value, []).append(of_run)
-        largest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))[:MAX_GROUPS]
+        largest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
         return [GroupRow(Group(key, value), len(of_runs), _means(metrics, of_runs)) for value, of_runs in largest]
 
 

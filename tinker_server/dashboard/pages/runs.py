@@ -151,10 +151,13 @@ async def load_list(server: Services, viewer: Viewer, view: RunsView) -> dict[st
     by = view.sort.lstrip("-")
     trend = view.trend or (by if by not in ("", "steps", "tokens") else "loss")
     groups = await server.run_table.groups(owner, search, view.group, columns) if view.group and not view.only else []
+    num_listed = len(groups) or total
+    if view.page > last_page(num_listed):
+        return await load_list(server, viewer, view.model_copy(update={"page": last_page(num_listed)}))
     rows = [ListedRun(record, state_of(record, busy)) for record in records]
     values = {
         "listed": rows,
-        "groups": groups,
+        "groups": groups[asked.offset : asked.offset + PER_PAGE],
         "columns": columns,
         "names": {name: column_title(name) for name in [*OFFERED, *offer_names(reported)]},
         "keys": [BASE_MODEL, *sorted({key for record in records for key in record.metadata if key != "name"})],
@@ -164,8 +167,8 @@ async def load_list(server: Services, viewer: Viewer, view: RunsView) -> dict[st
     }
     is_empty = not rows and not view.archived
     more = {
-        "total": total,
-        "last_page": last_page(total),
+        "total": num_listed,
+        "last_page": last_page(num_listed),
         "has_keyless": is_empty and await _has_keyless(server, viewer),
     }
     return {**values, **more, "view": view, "title_of": column_title}
