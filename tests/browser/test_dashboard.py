@@ -25,6 +25,7 @@ HIDE = """isHidden => {
     Object.defineProperty(document, "hidden", {configurable: true, get: () => isHidden});
     document.dispatchEvent(new Event("visibilitychange"));
 }"""
+ZONE = "Intl.DateTimeFormat().resolvedOptions().timeZone"
 
 
 def test_a_wrong_key_is_refused_and_a_right_one_shows_the_owners_runs(
@@ -61,6 +62,24 @@ def test_a_runs_curves_move_while_it_trains(seen: Watched, owners: tuple[Owner, 
     expect(page.locator("#summary")).to_contain_text("12")
     training.join(20)
     expect(page.locator("#operations")).to_contain_text("optim_step")
+
+
+def test_a_tab_whose_viewer_has_signed_out_elsewhere_asks_for_no_changes(
+    seen: Watched, context: BrowserContext
+) -> None:
+    page = seen.open("/")
+    page.wait_for_function("() => window.htmx !== undefined")
+    context.clear_cookies()
+    page.clock.install()
+    with page.expect_console_message(lambda said: 'not "text/event-stream"' in said.text):
+        page.evaluate("followChanges()")  # as after the end of its stream
+    page.wait_for_load_state("networkidle")
+    before = len(seen.requests)
+    page.clock.run_for(20_000)
+    page.wait_for_load_state("networkidle")
+    assert seen.requests[before:] == []
+    assert ['not "text/event-stream"' in error for error in seen.errors] == [True]
+    seen.errors.clear()
 
 
 @pytest.mark.parametrize("path", ["/", "/machine"])
@@ -123,7 +142,7 @@ def test_curves_are_zoomed_smoothed_and_compared(seen: Watched, run_id: str) -> 
     expect(figure.locator(".u-legend")).to_contain_text(compared.get_attribute("data-name") or "nothing")
     page.get_by_label("Smoothing").fill("0.9")
     page.get_by_label("X axis").select_option("time")
-    expect(figure.locator(".u-legend")).to_contain_text("Time")
+    expect(figure.locator(".u-legend")).to_contain_text(f"Time ({page.evaluate(ZONE)})")
     time = figure.locator(".u-legend .u-value").first
     expect(time).to_be_hidden()
     figure.locator(".u-over").hover()

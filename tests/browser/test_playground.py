@@ -164,7 +164,7 @@ def test_every_saved_step_of_a_run_answers_the_same(seen: Watched, owners: tuple
     page.get_by_role("link", name="Ask every saved step the same").click()
     expect(page.get_by_label("Every saved step of")).to_have_value(made)
     page.get_by_label("Message", exact=True).fill("What is it?")
-    page.get_by_role("button", name="Ask each step the message").click()
+    page.get_by_role("button", name="Ask each step the message").dblclick()
     strip = page.get_by_role("region", name="Answers of every saved step")
     expect(strip.locator(".card")).to_have_count(3)
     settle(page)
@@ -174,6 +174,7 @@ def test_every_saved_step_of_a_run_answers_the_same(seen: Watched, owners: tuple
         expect(card).to_contain_text("sailing boat")
     asked = {chat.body["model"] for chat in alice.server.backend.tiny.sampler.chats[-3:]}
     assert asked == {f"tinker://{made}/sampler_weights/step-{number}" for number in range(3)}
+    assert sum("steps.json" in url for url in seen.requests) == 1, "a second click asks nothing"
     assert seen.violations() == []
     page.set_viewport_size(NARROW)
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]

@@ -4,7 +4,7 @@ import { meanAndBand } from "./bands.js";
 import { addTools } from "./chart_tools.js";
 import { drawMarks, fetchMarks } from "./marks.js";
 import { changeAddress, chosenStep, follow, scrub } from "./scrub.js";
-import { AXIS, MOMENT } from "./times.js";
+import { AXIS, TIME } from "./times.js";
 
 const CURVES = [
   { name: "loss", title: "Loss per token" },
@@ -126,7 +126,7 @@ function options(curve, place) {
   const isAlone = (plot, index) => plot.data[index].filter((value) => value !== null && value !== undefined).length < 3;
   const line = (name, width) => ({ stroke: () => color(name), width, points: { show: width > 1 ? isAlone : false }, value: (_, raw) => text(raw) });
   const ink = { stroke: () => color("--ink-2"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
-  const series = [axis.value === "step" ? { label: "Step" } : { label: "Time", value: MOMENT }];
+  const series = [axis.value === "step" ? { label: "Step" } : { ...TIME }];
   if (isBand()) {
     series.push({ ...line("--curve-0", 2), label: `mean of ${runs.length}` }, ...["− deviation", "+ deviation"].map((label) => ({ ...line("--curve-raw", 1), label })));
   }

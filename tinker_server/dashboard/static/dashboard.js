@@ -115,10 +115,19 @@ function followChanges() {
     since = event.lastEventId;
     for (const part of document.querySelectorAll(FOLLOWING)) htmx.trigger(part, "sse:changed");
   });
-  // After an answer that is not a stream, browsers do not connect again by themselves.
-  stream.addEventListener("error", ({ target }) => {
-    if (target.readyState === EventSource.CLOSED) window.setTimeout(() => target === stream && followChanges(), AGAIN_MS);
+  // After an answer that is not a stream, browsers do not connect again by themselves. Nor does a page whose viewer has signed
+  // out, until it is shown again.
+  stream.addEventListener("error", async ({ target }) => {
+    if (target.readyState !== EventSource.CLOSED || await isSignedOut()) return;
+    window.setTimeout(() => target === stream && followChanges(), AGAIN_MS);
   });
+}
+async function isSignedOut() {
+  const asked = new AbortController();
+  const how = { redirect: "manual", signal: asked.signal };
+  const answer = await fetch(`${document.body.dataset.base}/live`, how).catch(() => null);
+  asked.abort(); // where it is a stream
+  return answer?.type === "opaqueredirect"; // to the sign-in
 }
 document.addEventListener("visibilitychange", followChanges);
 followChanges();

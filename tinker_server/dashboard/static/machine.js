@@ -1,6 +1,6 @@
 // The machine's load over the last day: a chart for each measure, with a line for each base model or GPU.
 
-import { AXIS, MOMENT } from "./times.js";
+import { AXIS, TIME } from "./times.js";
 
 const MEASURES = [
   { name: "operations", title: "Operations waiting and running" },
@@ -35,7 +35,7 @@ function options(lines, times, width) {
   const text = (_, raw) => (raw === null || raw === undefined ? "–" : Number(raw.toPrecision(3)).toString());
   const series = lines.map(({ of }, index) => ({ label: of || "all", stroke: () => color(`--curve-${index % COLORS}`), width: 2, value: text }));
   return {
-    width, height: HEIGHT, series: [{ label: "Time", value: MOMENT }, ...series],
+    width, height: HEIGHT, series: [{ ...TIME }, ...series],
     axes: [{ ...ink, size: 44, values: AXIS }, { ...ink, size: 62 }],
     scales: { x: { time: true, range: () => shown }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
     cursor: { sync: { key: "machine" }, drag: { x: false, y: false } },

@@ -231,13 +231,15 @@ async function askSteps(cards, messages, num_at_once = 4) {
 }
 
 get("ask-steps").addEventListener("click", async () => {
-  if (running || !message.reportValidity()) return;
+  if (!message.reportValidity()) return;
   const chosen = get("steps-of").value;
-  const found = await fetch(`${document.body.dataset.base}/playground/steps.json?run=${encodeURIComponent(chosen)}`);
-  const cards = (await found.json()).map(cardOf), { role, content } = await written();
-  strip.replaceChildren(...cards.map((one) => one.card));
-  strip.hidden = false;
-  await run([() => askSteps(cards, [{ role, content }])]);
+  await run([async () => {
+    const found = await fetch(`${document.body.dataset.base}/playground/steps.json?run=${encodeURIComponent(chosen)}`);
+    const cards = (await found.json()).map(cardOf), { role, content } = await written();
+    strip.replaceChildren(...cards.map((one) => one.card));
+    strip.hidden = false;
+    return askSteps(cards, [{ role, content }]);
+  }]);
 });
 
 function lastRequest() {

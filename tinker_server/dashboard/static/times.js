@@ -12,4 +12,5 @@ export const AXIS = [
   [0.001, "{HH}:{mm}:{ss}.{fff}", `\n${DATE}`, _, `\n${DATE}`, _, _, _, BELOW],
 ];
 
-export const MOMENT = `${DATE} {HH}:{mm}:{ss}`;
+const ZONE = Intl.DateTimeFormat().resolvedOptions().timeZone;
+export const TIME = { label: `Time (${ZONE})`, value: `${DATE} {HH}:{mm}:{ss}` };
