@@ -1,6 +1,7 @@
 """A program that starts threads of OpenMP, then a process that needs some: `python -m tests.copied_before_threads`."""
 
 import os
+import signal
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -33,6 +34,12 @@ def main() -> None:
     found, variable, num_threads, parent, spawned = ours.recv()
     process.join()
     print(found, variable, num_threads, parent != os.getpid(), spawned, process.exitcode)
+    print(copies.call(lambda: (add_many(), os.environ["SET_LATER"], os.getpid() != parent)))
+    for function in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os.environ["ABSENT"]):
+        try:
+            copies.call(function)
+        except (EOFError, KeyError) as error:
+            print(type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
+import cloudpickle
 from setproctitle import setproctitle
 
+T = TypeVar("T")
 _FIRST = 3
 """Behind the standard descriptors."""
 _TITLE = "forks of what was imported"
@@ -29,6 +32,24 @@ class Copies(ForkServerContext):
     ) -> BaseProcess:
         args = dict(os.environ), target
         return super().Process(target=run_with, args=args, kwargs=kwargs, name=name)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what a function returns in a process of its own. Raises what it raises there, and EOFError if the
+        process dies."""
+        receiving, sending = self.Pipe(duplex=False)
+        with receiving:
+            with sending:
+                pickled = cloudpickle.dumps(function)
+                process = self.Process(target=send_result, kwargs={"of": pickled, "to": sending}, name="call")
+                process.start()
+            try:
+                result, error = receiving.recv()
+            finally:
+                process.join()
+        if error is not None:
+            raise error
+        returned: T = result
+        return returned
 
 
 def keep_copy() -> Copies:
@@ -67,6 +88,15 @@ def _copy(
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def send_result(of: bytes, to: Connection) -> None:
+    """Send what a pickled function returns, and the error that it raises or None."""
+    try:
+        result, error = cloudpickle.loads(of)(), None
+    except Exception as raised:  # noqa: BLE001 - it is raised where the function was called
+        result, error = None, raised
+    to.send((result, error))
 
 
 def run_with(env: Mapping[str, str], target: Callable[..., object], /, **named: object) -> None:

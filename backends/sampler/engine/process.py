@@ -110,10 +110,8 @@ class SamplerProcess:
         progress, began_s = progress or Progress(), time.monotonic()
         progress.does("reads weights and prepares kernels")
         await asyncio.sleep(_EMIT_S)  # the report is sent before the engine blocks the event loop
-        if spec.device == "cpu":  # on a GPU it would begin CUDA, and the engine could be no fork of this process
-            MODEL_INSPECTION.replace(lambda look: look())
-            if spec.routing_dir is not None:
-                allow_on_cpu()
+        if spec.device == "cpu" and spec.routing_dir is not None:
+            allow_on_cpu()
         engine = AsyncLLM.from_engine_args(engine_args(spec, renderer.family.vision))
         placeholders = sorted(renderer.family.placeholders)
         await engine.collective_rpc("patch_runner", args=(placeholders,))
@@ -239,6 +237,7 @@ def main() -> None:
     """Run this process, as a fork that has its libraries. The engine beneath it is a fork too."""
     copies = keep_copy()
     ENGINE_CONTEXT.replace(lambda: copies)
+    MODEL_INSPECTION.replace(copies.call)  # this process begins no CUDA, as modules of models do
     asyncio.run(serve_engine())
 
 

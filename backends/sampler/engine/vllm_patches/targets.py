@@ -17,7 +17,7 @@ MODEL_INSPECTION = Patch(
     "model-inspection",
     "vllm.model_executor.models.registry:_run_in_subprocess",
     "80408fcf7d4998306020d489f2e623d094ed7cf152965a1b2df17497e79e1411",
-    "At a first start another interpreter imports vLLM, 9 s and more, to look at a class that is imported here anyway.",
+    "Another interpreter imports vLLM, for 9 s and more, to look at a class: processes here have its libraries.",
 )
 KV_CACHE_ZEROING = Patch(
     "kv-cache-zeroing",
