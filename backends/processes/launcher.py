@@ -78,8 +78,10 @@ themselves."""
 _COMPILER = ("torch._inductor.compile_fx",)
 """What ranks on CUDA need beside it, since they compile: torch imports it when it first does."""
 NO_DESCRIPTORS = MappingProxyType[str, int]({})
-_INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+_GLOO = MappingProxyType({"GLOO_SOCKET_IFNAME": ""})
 """Variables that name the network interface of collectives, with what stands before its whole name."""
+_GLOO_AND_NCCL = MappingProxyType({**_GLOO, "NCCL_SOCKET_IFNAME": "="})
+_LOOPBACK = "127.0.0.1"
 _CARDS = "CUDA_VISIBLE_DEVICES"
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Libraries that ask for GPUs while they are imported begin no CUDA then, so that processes can be forks."""
@@ -198,7 +200,7 @@ def local_address(peer: str = "192.0.2.1") -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((peer, 9))  # nothing is sent
         return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    return _LOOPBACK
 
 
 async def launch_trainer(spec: ModelSpec, others: Others = NO_OTHERS) -> list[Child]:
@@ -235,10 +237,19 @@ def _for_rank(spec: ModelSpec, seat: Seat) -> dict[str, str]:
     if spec.device == "cuda":
         # Sequences of varying lengths would fragment memory into pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if seat.num_ranks > spec.mesh.size and (interface := _interface(local_address(seat.host))):
-        # By default gloo takes that of the host's name, which may be the loopback one.
-        env |= {name: f"{exact}{interface}" for name, exact in _INTERFACES.items() if name not in os.environ}
-    return env
+    named = _GLOO_AND_NCCL if seat.num_ranks > spec.mesh.size else _GLOO
+    return env | _name_interface(local_address(seat.host), named)
+
+
+def _name_interface(address: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which collectives use the interface of this machine's address, save those that are set.
+
+    By default gloo listens at the address of the host's name: at the loopback one, which other machines do not reach,
+    or at another, where whoever reaches it may send it pickles.
+    """
+    interface = _interface(address)
+    unset = {} if interface is None else {name: exact for name, exact in variables.items() if name not in os.environ}
+    return {name: f"{exact}{interface}" for name, exact in unset.items()}
 
 
 def _interface(address: str) -> str | None:
@@ -341,6 +352,7 @@ def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
         "VLLM_MLA_DISABLE": str(int(not spec.latent_cache)),  # its own default leaves adapters of `kv_b_proj` out
+        **_name_interface(_LOOPBACK, _GLOO),
         **_for_device(spec, gpus),
     }
     if spec.device == "cpu":

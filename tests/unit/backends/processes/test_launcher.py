@@ -354,7 +354,21 @@ async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(
     assert (found[0]["GLOO_SOCKET_IFNAME"], found[0]["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     assert launcher._for_rank(spec, there[0])["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert "GLOO_SOCKET_IFNAME" not in launcher._for_rank(spec, Seat(0, 2, "127.0.0.1", port))  # of one machine
+
+
+async def test_ranks_and_engines_of_a_single_machine_listen_on_loopback_whatever_its_name_stands_for(
+    monkeypatch: pytest.MonkeyPatch, busy_children: None
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    spec = replace(tiny_spec(Path()), mesh=Mesh(shard=2))
+    children = [*await launch_trainer(spec), *await launch_sampler(spec)]
+    try:
+        found = [await child.call(Environment()) for child in children]
+    finally:
+        await asyncio.gather(*(child.stop(grace_s=0.1) for child in children))
+    assert [env.get("GLOO_SOCKET_IFNAME") for env in found] == ["lo"] * 3
+    assert not any("NCCL_SOCKET_IFNAME" in env for env in found)  # NCCL may take what is fastest
 
 
 async def test_ranks_here_end_where_one_elsewhere_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
