@@ -79,9 +79,10 @@ async def ray_running(arguments: Sequence[str], env: Mapping[str, str]) -> Async
     """Run `ray start` with arguments while the block runs. All that it starts stays in its process group."""
     folder = tempfile.mkdtemp(prefix="tinker-ray-")  # Ray's sockets are beneath it, so that its path must be short
     log = Path(folder) / "output.log"
+    opened = Path(folder) / "r"  # Ray lets everybody write into its directory and the sockets' there
     command = [
         *_ray_command(str(log), ["start", *arguments]),
-        *("--block", "--temp-dir", folder, "--disable-usage-stats", "--include-log-monitor", "false"),
+        *("--block", "--temp-dir", str(opened), "--disable-usage-stats", "--include-log-monitor", "false"),
         # Nothing is placed by Ray's counts, and for its cores it would start idle workers.
         *("--num-cpus", "0", "--num-gpus", "0", "--object-store-memory", str(_OBJECT_STORE_BYTES)),
     ]

@@ -42,6 +42,15 @@ async def test_a_machine_joins_and_leaves_when_it_is_interrupted(cluster: Cluste
     await until(lambda: rays() == before)
 
 
+async def test_no_other_user_reaches_the_sockets_of_ray(cluster: Cluster, temporary_of_file: str) -> None:
+    temporary = Path(temporary_of_file)
+    sockets = await asyncio.to_thread(lambda: [path.resolve() for path in temporary.rglob("plasma_store")])
+    assert sockets
+    for path in sockets:
+        above = [folder for folder in path.parents if temporary in folder.parents]
+        assert any(folder.stat().st_mode & 0o077 == 0 for folder in above), above
+
+
 async def test_a_machine_leaves_when_it_is_told_to(cluster: Cluster, tiny_vl: Path) -> None:
     async with joined(cluster, "a", tiny_vl) as machine:
         await leave(address_of(cluster), cluster.token_file, "a")
