@@ -40,9 +40,13 @@ def read_token(path: Path) -> str:
 
 def proof(token: str, *parts: str) -> str:
     """Return what only a holder of the token can say of these parts."""
-    return hmac.new(token.encode(), "\n".join(parts).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(token.encode(), _encode("\n".join(parts)), hashlib.sha256).hexdigest()
 
 
 def is_proof(said: object, token: str, *parts: str) -> bool:
     """Return whether it is what a holder of the token says of these parts."""
-    return hmac.compare_digest(str(said).encode(), proof(token, *parts).encode())
+    return hmac.compare_digest(_encode(str(said)), _encode(proof(token, *parts)))
+
+
+def _encode(said: str) -> bytes:
+    return said.encode(errors="surrogatepass")  # anybody may send JSON that has halves of surrogate pairs

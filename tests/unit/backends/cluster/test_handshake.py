@@ -51,12 +51,13 @@ async def test_another_token_is_noticed_by_the_machine_that_joins() -> None:
     assert accepted == [None]
 
 
-@pytest.mark.parametrize("proof", ["", "0" * 64, "\u00fc"])
-async def test_a_machine_without_the_token_is_refused(proof: str) -> None:
+@pytest.mark.parametrize("nonce", ["1", "\ud800"])
+@pytest.mark.parametrize("proof", ["", "0" * 64, "\u00fc", "\ud800"])
+async def test_a_machine_without_the_token_is_refused(proof: str, nonce: str) -> None:
     async with accepting(TOKEN) as (address, accepted):
         host, port = address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b'{"greeting": "tinker-server cluster 1", "nonce": "1"}\n')
+        writer.write(json.dumps({"greeting": "tinker-server cluster 1", "nonce": nonce}).encode() + b"\n")
         assert json.loads(await reader.readline())["greeting"]
         writer.write(json.dumps({"proof": proof, "request": '{"ask": "join"}'}).encode() + b"\n")
         assert json.loads(await reader.readline()) == {"refused": "the token is wrong"}
