@@ -3,7 +3,8 @@
 import socket
 import sys
 import uuid
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from sqlalchemy import AdaptedConnection
@@ -21,6 +22,13 @@ _SETTINGS = (
     f" SET tcp_keepalives_idle = {IDLE_S}; SET tcp_keepalives_interval = {BETWEEN_S};"
     f" SET tcp_keepalives_count = {PROBES}; SET idle_in_transaction_session_timeout = '{ABANDONED_S}s'"
 )
+_NUMERIC: Mapping[str, Any] = {
+    "schema": "pg_catalog",
+    "encoder": str,
+    "decoder": lambda text: int(text) if text.lstrip("-").isdigit() else float(text),
+}
+"""Reads a numeric, PostgreSQL's type of sums and quotients of integers, as an int or a float like SQLite's: JSON takes
+no Decimal."""
 _END = (
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
     " WHERE application_name LIKE $1 || '%' AND application_name <> $2"
@@ -45,13 +53,15 @@ class Connections:
         """Calls of `abort`, and those whose connections PostgreSQL was told to end."""
 
     def set_up(self, adapted: AdaptedConnection, _: object) -> None:
-        """Set a new connection's time limits; first, end the aborted connections that PostgreSQL still has."""
+        """Set a new connection's time limits and numbers; first, end the aborted connections that PostgreSQL still
+        has."""
         driver = adapted.driver_connection
         self._open.add(driver)
         _keep_alive(driver._transport.get_extra_info("socket"))  # asyncpg offers no other way
         aborts = self._num_aborts
         name = f"{self._name} {aborts}"
         adapted.run_async(lambda connection: connection.execute(_SETTINGS.format(name=name)))
+        adapted.run_async(lambda connection: connection.set_type_codec("numeric", **_NUMERIC))
         if self._num_ended < aborts:
             # They may hold locks that the retried transactions would wait for.
             adapted.run_async(lambda connection: connection.execute(_END, self._name, name))

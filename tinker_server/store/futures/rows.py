@@ -159,11 +159,16 @@ class FutureRows:
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
             rows = [_new_columns(operation, now) for operation in operations]
             outcome = await connection.execute(insert, rows)
-            firsts: list[First | SequenceConflict]
-            if outcome.rowcount == len(operations):
-                firsts = [First(operation.request_id, is_queued=True) for operation in operations]
-            else:
-                firsts = [await _first(connection, operation) for operation in operations]
+            added = {operation.request_id for operation in operations}
+            if outcome.rowcount != len(operations):  # a repeat is there already, or PostgreSQL's driver did not count
+                there = select(FUTURES.c.request_id).where(FUTURES.c.request_id.in_(added))
+                added = set(await connection.scalars(there))
+            firsts = [
+                First(operation.request_id, is_queued=True)
+                if operation.request_id in added
+                else await _first(connection, operation)
+                for operation in operations
+            ]
             stored = {first.request_id for first in firsts if isinstance(first, First)}
             await images.add(
                 connection, self._db, [operation for operation in operations if operation.request_id in stored]

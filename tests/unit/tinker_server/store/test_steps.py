@@ -1,6 +1,7 @@
 """Recorded steps are written with their results, drawn in groups, and deleted when they are old."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -60,6 +61,12 @@ async def test_each_step_is_a_point_with_its_loss_per_token_and_its_rates(db: Da
     assert {point.grad_norm for point in points} == {3.0}
     assert {point.tokens_per_s for point in points} == {5.0}
     assert {(point.waited_s, point.run_s, point.advantage) for point in points} == {(2, 4, None)}
+
+
+async def test_the_points_of_a_curve_are_numbers_of_json(db: Database) -> None:
+    await record(db, run_of(4))
+    points = [asdict(point) for point in await StepStore(db).points("m", 0, 3, 100)]
+    assert json.loads(json.dumps(points)) == points
 
 
 async def test_a_long_run_is_drawn_in_groups_and_a_part_of_it_in_full(db: Database) -> None:

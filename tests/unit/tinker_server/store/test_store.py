@@ -105,6 +105,22 @@ async def test_another_operation_under_a_used_number_is_refused_and_harms_no_oth
     assert [type(outcome) for outcome in outcomes] == [SequenceConflict, SequenceConflict, Accepted]
 
 
+async def test_submits_that_arrive_together_take_as_many_statements_as_two(futures: FutureStore) -> None:
+    counts: list[int] = []
+
+    def note(*_: object) -> None:
+        counts[-1] += 1
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        for first, number in ((0, 2), (100, 50)):
+            counts.append(0)
+            await asyncio.gather(*(futures.queue.enqueue(step(first + place)) for place in range(number)))
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    assert counts[0] == counts[1], counts
+
+
 async def test_numbers_have_64_bits(futures: FutureStore) -> None:
     work = step(10**18)
     assert await accept(futures, work) == work.request_id
@@ -158,7 +174,8 @@ async def test_a_new_store_finds_unfinished_operations_and_results(db: Database)
     first.queue.complete(finished.request_id, done("no", failed=True))
     await first.stop()
     second = FutureStore(db, recent_bytes=0)
-    assert await second.start() == [replace(left, body=None, tries=0)]
+    (found,) = await second.start()
+    assert found == replace(left, body=None, tries=0) and type(found.size_bytes) is int
     assert await second.rows.body(left.request_id) == left.body
     result = await second.wait(finished.request_id, OWNER, 1)
     assert result is not None and result.body == b"no" and result.failed
