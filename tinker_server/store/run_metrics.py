@@ -136,7 +136,9 @@ async def trends(session: AsyncSession, run_ids: Sequence[str], metric: str) -> 
 
 def _value_at(metric: str, runs: Subquery, numbers: Subquery) -> ScalarSelect[Any]:
     """Return the first value at or after a part of a run; of a recorded metric, near it."""
-    place = runs.c.last * numbers.c.k / (TREND_POINTS - 1)
+    parts = TREND_POINTS - 1
+    # As last * k / parts, rounded up, would be if it did not overflow. PostgreSQL compares integers alone by the index.
+    place = runs.c.last // parts * numbers.c.k + (runs.c.last % parts * numbers.c.k + parts - 1) // parts
     if metric in RECORDED:
         value, is_known = RECORDED[metric]
         near = _OF.seq_id.between(place - NEAR, place + NEAR)

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import event, insert, text
 
 from tinker_server.api_schemas.training import Trainable
 from tinker_server.errors import BadRequest
@@ -122,6 +122,32 @@ async def test_a_trend_has_evenly_spaced_values_from_the_first_to_the_last(db: D
     assert losses[0] == 100.0 and len(losses) == run_metrics.TREND_POINTS and losses == sorted(losses, reverse=True)
     rewards = (await table.trends("alice", ["m"], "reward"))["m"]
     assert rewards[0] == 0.0 and rewards[-1] == 2.0
+
+
+async def test_a_trend_has_the_values_of_steps_with_the_largest_numbers(db: Database) -> None:
+    await add_runs(db, "m")
+    last, store = 2**53 - 1, ClientMetricStore(db)
+    await store.put("m", 0, {"reward": 1.0}, 0.0)
+    await store.put("m", last, {"reward": 2.0}, 0.0)
+    await record(db, [batch(1, 0, loss=50.0), batch(2**62, 1, loss=20.0)])
+    table = RunTable(db)
+    assert (await table.trends("alice", ["m"], "reward"))["m"] == [1.0] + [2.0] * (run_metrics.TREND_POINTS - 1)
+    assert (await table.trends("alice", ["m"], "loss"))["m"] == [5.0, 2.0]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize(("metric", "number"), [("reward", "step"), ("loss", "seq_id")])
+async def test_each_value_of_a_trend_is_found_by_the_index(db: Database, metric: str, number: str) -> None:
+    """Else PostgreSQL would read a run's rows once for each value."""
+    async with db.read() as session:
+        connection, asked = await session.connection(), []
+        event.listen(connection.sync_connection, "before_cursor_execute", lambda *of: asked.append(of[2:4]))
+        await run_metrics.trends(session, ["m"], metric)
+        statement, values = asked[0]
+        await connection.execute(text("SET LOCAL enable_seqscan = off"))  # the tables are empty
+        await connection.execute(text("SET LOCAL enable_bitmapscan = off"))
+        plan = [line for (line,) in await connection.exec_driver_sql(f"EXPLAIN {statement}", values)]
+    assert any("Index Cond" in line and f"({number} >=" in line for line in plan), "\n".join(plan)
 
 
 async def test_groups_have_means_and_their_runs_are_found(db: Database) -> None:
