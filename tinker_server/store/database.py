@@ -102,6 +102,7 @@ class Database:
         self._connections = Connections()
         self.insert = sqlite.insert
         """The dialect's insert, which has on_conflict_do_nothing."""
+        reading = self._engine
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine.sync_engine, "connect", partial(_set_up_sqlite, busy_timeout_ms, synchronous))
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
@@ -113,8 +114,10 @@ class Database:
 
             self._unavailable += (asyncpg.PostgresError,)  # of connecting, which SQLAlchemy does not wrap
             event.listen(self._engine.sync_engine, "connect", self._connections.set_up)
+            # All statements of a session see the same state, as SQLite's do.
+            reading = self._engine.execution_options(isolation_level="REPEATABLE READ")
         self._writing = self._engine.execution_options(writes=True)
-        self._read = async_sessionmaker(self._engine, expire_on_commit=False)
+        self._read = async_sessionmaker(reading, expire_on_commit=False)
         self._write = async_sessionmaker(self._writing, expire_on_commit=False)
         self._write_lock = asyncio.Lock()
         self._rolling_back: set[asyncio.Task[None]] = set()

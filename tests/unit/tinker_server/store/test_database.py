@@ -265,6 +265,27 @@ async def test_shrinking_makes_no_writer_wait_for_a_reader(tmp_path: Path) -> No
     await db.close()
 
 
+async def test_a_session_reads_one_state_though_others_write_meanwhile(db: Database) -> None:
+    audit, count = AuditStore(db, Records()), text("SELECT count(*) FROM audit")
+    for number in range(3):  # what one session has set must not be left to the next user of its connection
+        async with db.read() as session:
+            assert await session.scalar(count) == number
+            await audit.note("meanwhile", "alice")
+            assert await session.scalar(count) == number
+    async with db.read() as session:
+        assert await session.scalar(count) == 3
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+async def test_a_writer_sees_what_others_have_committed_since_it_began(db: Database) -> None:
+    level = text("SHOW transaction_isolation")
+    for _ in range(2):
+        async with db.read() as session:
+            assert await session.scalar(level) == "repeatable read"
+        async with db.write() as session:
+            assert await session.scalar(level) == "read committed"
+
+
 async def test_a_database_of_a_newer_server_is_refused_in_one_line(db: Database, database_url: str) -> None:
     async with db.write() as session:
         await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
