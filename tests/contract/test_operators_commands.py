@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
 from tests.cluster.connections import serving
 from tests.dashboard import Owner
@@ -65,7 +66,9 @@ def two_databases(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tu
     if shutil.which("pg_dump") is None:
         pytest.skip("pg_dump is not installed")
     with fresh_database("postgresql", tmp_path / "a") as one, fresh_database("postgresql", tmp_path / "b") as two:
-        yield one, two
+        secured = [make_url(url).update_query_dict({"ssl": "prefer"}) for url in (one, two)]
+        used, empty = (url.render_as_string(hide_password=False) for url in secured)
+        yield used, empty
 
 
 def saved(server: Running, model_id: str, seq_id: int, name: str) -> str:

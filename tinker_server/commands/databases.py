@@ -120,7 +120,8 @@ async def _run(program: str, url: URL, *arguments: str) -> None:
     found = shutil.which(program)
     if found is None:
         raise StartFailed(f"{program} is not installed; it is needed to copy a PostgreSQL database")
-    address = url.set(drivername="postgresql", password=None).render_as_string()
+    query = {"sslmode" if name == "ssl" else name: value for name, value in url.query.items()}  # libpq's name of it
+    address = url.set(drivername="postgresql", password=None, query=query).render_as_string()
     environment = os.environ | ({} if url.password is None else {"PGPASSWORD": str(url.password)})
     process = await asyncio.create_subprocess_exec(
         found, f"--dbname={address}", *arguments, stderr=asyncio.subprocess.PIPE, env=environment
