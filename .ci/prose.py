@@ -123,7 +123,7 @@ class Measure:
 
 
 MEASURES = (
-    Measure("one or ones per 1,000 words of prose", find_pronouns, 4.8, per_1000_words=True),
+    Measure("one or ones per 1,000 words of prose", find_pronouns, 4.7, per_1000_words=True),
     Measure("variables named one", find_ones, 50),
     Measure("functions named by a participle", find_participles, 57),
     Measure("functions of at most 6 lines that are used once", find_used_once, 182),
