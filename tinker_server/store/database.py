@@ -33,6 +33,7 @@ from sqlalchemy.exc import (
     DataError,
     DBAPIError,
     IntegrityError,
+    InvalidRequestError,
     NotSupportedError,
     ProgrammingError,
     SQLAlchemyError,
@@ -96,8 +97,10 @@ class Database:
                 else {"pool_pre_ping": True, "connect_args": {"timeout": CONNECT_S}}
             )
             self._engine = create_async_engine(url, json_serializer=serializer, **kind)
-        except (ArgumentError, ImportError) as error:
-            raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
+        except (ArgumentError, ImportError, InvalidRequestError) as error:
+            raise StartFailed(  # the URL may hold a password
+                f"the database URL cannot be used: {error}; it begins with sqlite+aiosqlite:// or postgresql+asyncpg://"
+            ) from None
         self._unavailable: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, OSError)
         self._connections = Connections()
         self.insert = sqlite.insert

@@ -162,6 +162,14 @@ async def test_a_server_notices_another_that_started_and_ended_meanwhile(databas
         await (one.dispose() if isinstance(one, AsyncEngine) else one.close())
 
 
+@pytest.mark.parametrize("url", ["sqlite:////tmp/a.db", "postgresql://a:secret@b/c", "a.db"])
+def test_a_url_of_no_driver_that_is_used_here_is_refused_by_name(url: str) -> None:
+    expected = "the database URL cannot be used: .*; it begins with sqlite.aiosqlite:// or postgresql.asyncpg://"
+    with pytest.raises(StartFailed, match=expected) as refused:
+        Database(url)
+    assert "secret" not in str(refused.value)
+
+
 async def test_an_outage_is_two_lines_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tinker_server")
     db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}", retry_s=10, busy_timeout_ms=50)
