@@ -143,8 +143,6 @@ async def load_list(server: Services, viewer: Viewer, view: RunsView) -> dict[st
     search = RunSearch(words_of("q", view.q), STATES, states, view.archived, group)
     order = Order(view.sort.lstrip("-"), view.sort.startswith("-")) if view.sort else None
     records, total = await server.catalog.runs(asked, time.time(), search, order)
-    if view.page > last_page(total):  # the runs of this page were deleted
-        return await load_list(server, viewer, view.model_copy(update={"page": last_page(total)}))
     run_ids = [record.run.model_id for record in records]
     reported = await server.run_table.names_of_runs(owner, run_ids)
     columns = columns_of(view, reported)
@@ -152,7 +150,7 @@ async def load_list(server: Services, viewer: Viewer, view: RunsView) -> dict[st
     trend = view.trend or (by if by not in ("", "steps", "tokens") else "loss")
     groups = await server.run_table.groups(owner, search, view.group, columns) if view.group and not view.only else []
     num_listed = len(groups) or total
-    if view.page > last_page(num_listed):
+    if view.page > last_page(num_listed):  # the runs of this page were deleted
         return await load_list(server, viewer, view.model_copy(update={"page": last_page(num_listed)}))
     rows = [ListedRun(record, state_of(record, busy)) for record in records]
     values = {
