@@ -49,6 +49,12 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
         _flush_one(folder.parent)
 
 
+def make_private_directory(path: Path) -> None:
+    """Make a directory that is for its user alone, or let nobody else into it any more. Raises OSError."""
+    make_directory(path, 0o700)
+    path.chmod(0o700)
+
+
 def flush(path: Path) -> None:
     """Make a file durable, or a directory with all that is in it; their names too."""
     for part in (*path.rglob("*"), path, path.parent) if path.is_dir() else (path, path.parent):

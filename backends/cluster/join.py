@@ -20,7 +20,7 @@ from tinker_server.backends.cluster.ray_commands import NODE_LABEL, RayEnded, ra
 from tinker_server.backends.cluster.token import read_token
 from tinker_server.backends.cluster.versions import require_ray, versions
 from tinker_server.backends.configure.gpus import all_gpus
-from tinker_server.backends.files import make_directory
+from tinker_server.backends.files import make_private_directory
 from tinker_server.backends.formats.model_files import fingerprint, local_directory
 from tinker_server.backends.processes.launcher import read_environment
 from tinker_server.backends.protocol import BackendFailed
@@ -104,8 +104,7 @@ async def offer_of(name: str, server: str, token_file: Path, data_dir: Path, mod
     fetched from the server. Takes some seconds. Raises BackendFailed."""
     directories, token = dict[str, Path](), read_token(token_file)
     try:  # for owners' adapters, as on the serving machine
-        await asyncio.to_thread(make_directory, data_dir, 0o700)
-        await asyncio.to_thread(data_dir.chmod, 0o700)
+        await asyncio.to_thread(make_private_directory, data_dir)
     except OSError as error:
         raise BackendFailed(f"the data directory {data_dir} cannot be used: {error.strerror}") from None
     for model, source in models.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from tinker_server.backends.cluster.handshake import connect
 from tinker_server.backends.cluster.offer import Invitation
 from tinker_server.backends.cluster.versions import versions
-from tinker_server.backends.files import make_directory, write_private
+from tinker_server.backends.files import make_private_directory, write_private
 from tinker_server.backends.processes.launcher import parents_environment
 
 
@@ -39,7 +39,7 @@ class Member:
 
 
 def _write_token(data_dir: Path, token: str) -> Path:
-    make_directory(data_dir, 0o700)
+    make_private_directory(data_dir)
     path = data_dir / "cluster-token"
     write_private(path, token.encode())
     return path

@@ -25,7 +25,7 @@ from pathlib import Path
 from sqlalchemy import ColumnElement, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from tinker_server.backends.files import flush, make_directory, write_aside
+from tinker_server.backends.files import flush, make_private_directory, write_aside
 from tinker_server.errors import DatabaseUnavailable, start_failure
 from tinker_server.store.database import Database
 from tinker_server.store.lease import lock_file
@@ -265,8 +265,7 @@ def hold(data_dir: Path) -> Iterator[None]:
     """Make the data directory, for this user alone, and keep other servers out of it. Raises StartFailed."""
     what = f"the data directory {data_dir}"
     try:
-        make_directory(data_dir, 0o700)
-        data_dir.chmod(0o700)
+        make_private_directory(data_dir)
     except OSError as error:
         raise start_failure(f"{what} cannot be used: {error.strerror}", error) from None
     with lock_file(data_dir / "lock", what):
